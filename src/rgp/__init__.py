@@ -1,0 +1,27 @@
+"""Private training of PyTorch models by reparametrized gradient perturbation (RGP)."""
+
+from rgp._version import __version__
+from rgp.accounting import Budget
+from rgp.checking import check
+from rgp.engine import Run
+from rgp.errors import LedgerError, UnsupportedError, WrongUseError
+from rgp.fixing import fix
+from rgp.methods import DPSGD, RGP
+from rgp.plan import Plan, make_plan
+from rgp.privatize import privatize
+
+__all__ = [
+    "DPSGD",
+    "RGP",
+    "Budget",
+    "LedgerError",
+    "Plan",
+    "Run",
+    "UnsupportedError",
+    "WrongUseError",
+    "__version__",
+    "check",
+    "fix",
+    "make_plan",
+    "privatize",
+]

@@ -1,0 +1,120 @@
+"""Capture: sees every operation that touches a trained parameter, and sends it to its rule.
+
+A TorchFunctionMode watches operations, not modules: the model is not wrapped, keyword calls and weights used through
+F.linear are seen, in-place activations do not matter. The forward result is the plain one; the rule's backward computes
+the gradient of the inputs as always and, in place of the weight's gradient, per-example gradients into the slot.
+
+A trained parameter in an operation without a rule is an error. There is no silent path: parameters reach autograd only
+through rules, and after each backward pass the engine checks that none of them received an ordinary gradient.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves
+
+from rgp.errors import UnsupportedError, WrongUseError
+from rgp.rules import RULES
+from rgp.slots import Slot
+
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_BATCH_NORMS = (torch.nn.functional.batch_norm, torch.batch_norm)
+
+
+class Capture(TorchFunctionMode):
+    """Off when made; `examples = m` turns it on for a micro-batch of m examples, `examples = None` off again.
+
+    While it is on the stack it also refuses what would go around the engine: `loss.backward()` and gradient clipping.
+    """
+
+    def __init__(self, slots: Mapping[int, Slot]) -> None:
+        super().__init__()
+        self._slots = slots  # id of a parameter -> its slot
+        self._derived: dict[int, tuple[Tensor, Slot, bool]] = {}  # transposes of parameters, made in this micro-batch
+        self.examples: int | None = None
+        self.in_backward = False
+
+    def begin(self, examples: int) -> None:
+        self.examples = examples
+        self._derived.clear()
+
+    def end(self) -> None:
+        self.examples = None
+        self._derived.clear()
+
+    def slot(self, tensor: Any) -> Slot | None:
+        """The slot of a trained parameter, or of its transpose; None for anything else."""
+        return self.find(tensor)[0]
+
+    def find(self, tensor: Any) -> tuple[Slot | None, bool]:
+        """(slot, whether the tensor is its parameter's transpose)."""
+        if (slot := self._slots.get(id(tensor))) is not None:
+            return slot, False
+        _, derived, transposed = self._derived.get(id(tensor), (None, None, False))
+        return derived, transposed
+
+    def remember_transpose(self, tensor: Tensor, slot: Slot, transposed: bool) -> None:
+        self._derived[id(tensor)] = (tensor, slot, transposed)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward or func is torch.autograd.backward:
+            if not self.in_backward:
+                raise WrongUseError("call run.step(loss) in place of loss.backward(): it runs the backward pass itself")
+        elif func == _GRAD:
+            _refuse_gradient_clipping()
+        if self.examples is None or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func in _BATCH_NORMS:
+            _refuse_batch_statistics(func, args, kwargs)
+        met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
+        if not met:
+            return func(*args, **kwargs)
+        if (rule := RULES.get(func)) is not None:
+            return rule(self, func, args, kwargs)
+        result = func(*args, **kwargs)
+        # shapes, dtypes, detached copies and the like carry no gradient and need no rule
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):
+            raise UnsupportedError(
+                f"parameter {met[0].entry.name!r} is trained but was used in {resolve_name(func) or func}, which has no rule "
+                f"for per-example gradients. Freeze it (overrides={{{met[0].entry.name!r}: 'frozen'}} in the method), or "
+                "register a rule: see docs/rules.md"
+            )
+        return result
+
+
+def _operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Arguments, and the members of list arguments (torch.cat, the flat weights of an LSTM)."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _refuse_gradient_clipping() -> None:
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return
+        if frame.f_code.co_name.startswith("clip_grad_"):
+            raise WrongUseError(
+                f"torch.nn.utils.{frame.f_code.co_name} has nothing to clip here: run.step clips each example's gradient "
+                "(the clip argument of privatize). Remove the call."
+            )
+        frame = frame.f_back
+
+
+def _refuse_batch_statistics(func, args, kwargs) -> None:
+    training = kwargs.get("training", args[5] if len(args) > 5 else False)
+    if training:
+        raise UnsupportedError(
+            "batch norm in training mode mixes the examples of a batch, so one example's gradient depends on the others "
+            "and no clipping bounds it. Replace it: rgp.fix(model) puts GroupNorm in its place."
+        )

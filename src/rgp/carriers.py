@@ -1,0 +1,105 @@
+"""Carriers: released state -> L with orthonormal columns, R with orthonormal rows (Algorithm 2 of the paper).
+
+Shapes: W, delta (p, d); L (p, r), kept transposed and contiguous as Lt (r, p), because F.linear(g, Lt) is the fast form
+of g L; R (r, d). n matrices of one shape are worked on together: (n, r, p), (n, r, d).
+
+Why nothing private can reach this code: the only input is a `Released`, whose fields are the weights, their initial
+copy, the optimizer's state and gradients of public data. It is made by the engine before a batch is drawn, when no
+private tensor exists in the process's training state, and has no field that could carry one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+TOLERANCE = 1e-13
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """What one carried parameter's carriers may depend on; all of it was released before, or was never private."""
+
+    weight: Tensor
+    initial: Tensor | None = None
+    momentum: Tensor | None = None
+    public: Tensor | None = None
+
+    def matrix(self, source: str) -> Tensor | None:
+        """The matrix whose principal subspace is wanted; None asks for random carriers."""
+        if source == "random":
+            return None
+        if source == "history":
+            assert self.initial is not None, "history needs the initial weights"
+            return self.weight.detach().flatten(1) - self.initial.flatten(1)
+        chosen = {"weight": self.weight, "momentum": self.momentum, "public": self.public}[source]
+        return self.weight.detach().flatten(1) if chosen is None else chosen.detach().flatten(1)
+
+
+def find_carriers(
+    released: Sequence[Released], *, source: str, rank: int, iterations: int, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Carriers of n parameters that share shape and rank: Lt (n, r, p) and R (n, r, d)."""
+    weight = released[0].weight
+    n, p, d = len(released), weight.shape[0], weight[0].numel()
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+    def gaussian(width: int) -> Tensor:
+        numbers = rng.standard_normal((n, rank, width), dtype=np.float64 if dtype == torch.float64 else np.float32)
+        return torch.from_numpy(numbers).to(weight.device)
+
+    if source == "random":
+        Lt, R = orthonormal_rows(gaussian(p), gaussian), orthonormal_rows(gaussian(d), gaussian)
+    else:
+        Lt, R = _power_method([r.matrix(source) for r in released], gaussian(d), iterations, gaussian)
+    return Lt.to(weight.dtype), R.to(weight.dtype)
+
+
+def _power_method(
+    deltas: list[Tensor | None], R: Tensor, iterations: int, gaussian: Callable[[int], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 2 for a list of matrices; products one by one (no stacked copy of the weights), the rest together."""
+    Lt = R.new_empty(0)
+    for _ in range(iterations):
+        Lt = orthonormal_rows(torch.stack([F.linear(r, _as(m, r)) for m, r in zip(deltas, R, strict=True)]), gaussian)
+        R = torch.stack([l @ _as(m, l) for m, l in zip(deltas, Lt, strict=True)])
+    return Lt, orthonormal_rows(R, gaussian)
+
+
+def _as(matrix: Tensor | None, like: Tensor) -> Tensor:
+    assert matrix is not None
+    return matrix.to(like.dtype)
+
+
+def orthonormal_rows(Y: Tensor, gaussian: Callable[[int], Tensor]) -> Tensor:
+    """Orthonormal rows spanning those of each Y (n, r, d), also where Y is zero, rank-deficient, tiny or huge.
+
+    Two Cholesky-QR passes in float64 serve well-conditioned inputs at the price of a few small products. What they leave
+    worse than the tolerance is mixed with a little Gaussian noise, so that missing directions are random and not
+    coordinate axes, and goes to Householder QR, which is orthonormal whatever it is given.
+    """
+    scale = Y.abs().amax((1, 2), keepdim=True)
+    usable = (scale > 0) & scale.isfinite()
+    Q = torch.where(usable, Y / torch.where(usable, scale, torch.ones_like(scale)), torch.zeros_like(Y)).double()
+    Q = Q / Q.norm(dim=2, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    Z = Q
+    for _ in range(2):
+        factor, info = torch.linalg.cholesky_ex(Z @ Z.mT)
+        Z = torch.linalg.solve_triangular(factor, Z, upper=False)
+    gram = Z @ Z.mT - torch.eye(Z.shape[1], dtype=Z.dtype, device=Z.device)
+    good = (info == 0) & (gram.abs().amax((1, 2)) < TOLERANCE)
+    if not bool(good.all()):
+        level = torch.finfo(Y.dtype).eps
+        mixed = Q + level * gaussian(Y.shape[2]).double()
+        Z = torch.where(good[:, None, None], Z, _householder(mixed))
+    return Z.to(Y.dtype)
+
+
+def _householder(Y: Tensor) -> Tensor:
+    return torch.linalg.qr(Y.mT.contiguous()).Q.mT.contiguous()

@@ -1,0 +1,135 @@
+"""`check`: compare the engine with plain autograd, one example at a time, on the user's own model and loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rgp import rules
+from rgp.capture import Capture
+from rgp.carriers import Released, find_carriers
+from rgp.clipping import Gradients
+from rgp.methods import RGP, Method
+from rgp.plan import make_plan
+from rgp.privatize import check_model, check_plan
+from rgp.slots import CarriedSlot, DeferredSlot, make_slot
+from rgp.streams import Streams
+
+
+@dataclass(frozen=True)
+class Check:
+    """Worst relative error per trained parameter, over the examples; `print` shows it as a table."""
+
+    errors: dict[str, float]
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return all(error <= self.tolerance for error in self.errors.values())
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values())
+
+    def __str__(self) -> str:
+        width = max(map(len, self.errors))
+        lines = [
+            f"{name.ljust(width)}  {error:.1e}{'' if error <= self.tolerance else '  WRONG'}"
+            for name, error in sorted(self.errors.items(), key=lambda kv: -kv[1])
+        ]
+        verdict = "exact" if self.ok else "NOT exact: do not train this model privately before it is"
+        return "\n".join([*lines, f"worst relative error {self.worst:.1e}: {verdict}"])
+
+
+def check(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    *,
+    method: Method | None = None,
+    loss_reduction: str = "mean",
+    double: bool = True,
+    tolerance: float | None = None,
+) -> Check:
+    """Compare the engine's per-example gradients with autograd's on `batch`, one example at a time.
+
+    batch: a micro-batch as the training loop would see it; tensors in it have the examples first.
+    loss_fn: `loss_fn(model, batch)`, the loss as the training loop computes it.
+    double: work on a float64 copy of the model, in evaluation mode so that dropout does not differ.
+
+    Finds wrong layouts, operations without exact rules, and losses that mix examples, such as a mean over all tokens.
+    """
+    method = RGP() if method is None else method
+    model = copy.deepcopy(model)
+    check_model(model)
+    model = (model.double() if double else model).eval()
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ValueError("batch holds no tensor, so it cannot be cut into examples")
+    m = len(tensors[0])
+    if double:
+        batch = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
+    layout = _captured(model, batch, loss_fn, method, m, loss_reduction)
+    errors = {name: 0.0 for name in layout}
+    for i in range(m):
+        one = tree_map(lambda t, i=i: t[i : i + 1] if isinstance(t, Tensor) and t.dim() and len(t) == m else t, batch)
+        model.zero_grad(set_to_none=True)
+        loss_fn(model, one).sum().backward()
+        parameters = dict(model.named_parameters())
+        whole = torch.stack([p.grad.norm() for p in parameters.values() if p.grad is not None]).norm()
+        for name, (slot, found) in layout.items():
+            truth = _released_form(slot, parameters[name].grad, parameters[name])
+            # a gradient that is zero by symmetry (the bias of attention's keys) is rounding on both sides
+            scale = max(float(truth.norm()), 1e-6 * float(whole))
+            errors[name] = max(errors[name], float((found[i] - truth).norm()) / scale if found is not None else 0.0)
+    floor = 1e-9 if double else 1e-3
+    return Check(errors, floor if tolerance is None else tolerance)
+
+
+def _captured(model, batch, loss_fn, method, m, loss_reduction):
+    """Per-example gradients in the released coordinates, by the engine's own stages."""
+    rules.load()
+    plan = make_plan(model, method)
+    check_plan(model, plan)
+    parameters = dict(model.named_parameters())
+    slots = {e.name: make_slot(e, intrinsic=False) for e in plan.trained}
+    rng = Streams.from_system().generator("carriers", 0)
+    for name, slot in slots.items():
+        if isinstance(slot, CarriedSlot):
+            released = [Released(weight=parameters[name])]
+            Lt, R = find_carriers(released, source="random", rank=slot.entry.rank, iterations=1, rng=rng)
+            slot.set_carriers(Lt[0], R[0], "both")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in slots)
+    first = parameters[next(iter(slots))]
+    gradients = Gradients(list(slots.values()), dtype=first.dtype, device=first.device)
+    gradients.begin(m)
+    capture = Capture({id(parameters[name]): slot for name, slot in slots.items()})
+    capture.begin(m)
+    capture.in_backward = True
+    with capture:
+        loss = loss_fn(model, batch)
+        loss.backward(torch.full_like(loss, m if loss_reduction == "mean" else 1))
+    layout = {}
+    for name, slot in slots.items():
+        if isinstance(slot, DeferredSlot):
+            found = [slot.gradient(i).flatten() for i in range(m)] if slot.used else None
+        else:
+            columns = gradients.rows()[:, gradients.where[name]]
+            found = list(columns / slot.entry.scale) if slot.used else None
+        layout[name] = (slot, found)
+    return layout
+
+
+def _released_form(slot, gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    G = torch.zeros_like(parameter) if gradient is None else gradient
+    if isinstance(slot, CarriedSlot):
+        G = G.flatten(1)
+        return torch.cat([(G @ slot.R.T).T.flatten(), (slot.Lt @ G).flatten()])
+    return G.flatten()

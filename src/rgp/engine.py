@@ -1,0 +1,479 @@
+"""The engine: Algorithm 1 of the paper, and the only file that calls the stages in order.
+
+    carriers     released state -> L, R                                     carriers.py
+    sampling     a Poisson batch, cut into micro-batches                    sampling.py
+    capture      forward and backward -> per-example carrier gradients      capture.py, rules/, slots.py
+    clipping     one norm per example, clip, sum                            clipping.py
+    noise        N(0, (sigma C)^2) on every entry of the sum                noise.py
+    ledger       the release is on record before it is used                 ledger.py
+    reconstruct  noisy dL, dR -> a full-size gradient -> any optimizer      reconstruct.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from rgp import accounting, rules
+from rgp._version import __version__
+from rgp.capture import Capture
+from rgp.carriers import Released, find_carriers
+from rgp.clipping import ClippedSum, Gradients
+from rgp.errors import WrongUseError
+from rgp.ledger import Ledger
+from rgp.methods import RGP
+from rgp.noise import NoiseSource
+from rgp.plan import Plan
+from rgp.reconstruct import rebuild
+from rgp.sampling import Schedule, cut, draw
+from rgp.settings import Settings
+from rgp.slots import CarriedSlot, Slot, make_slot
+from rgp.streams import Streams
+from rgp.torchstate import forked_rng, momentum_of, remove_mode
+
+
+class Run:
+    """A private training run: iterate over it for micro-batches, give each loss to `step`. Made by `privatize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Any,
+        *,
+        plan: Plan,
+        settings: Settings,
+        streams: Streams,
+        noise: NoiseSource,
+        ledger: Ledger,
+        scheduler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        workers: int = 0,
+        pin_memory: bool = False,
+        public_loss: Callable[[], Tensor] | None = None,
+    ) -> None:
+        rules.load()
+        self.model, self.optimizer, self.dataset = model, optimizer, dataset
+        self.plan, self.settings, self.ledger = plan, settings, ledger
+        self.scheduler = scheduler
+        self._streams, self._noise = streams, noise
+        self._loading = {"collate_fn": collate_fn, "num_workers": workers, "pin_memory": pin_memory}
+        self._public_loss = public_loss
+
+        named = dict(model.named_parameters())
+        self._parameters = {entry.name: named[entry.name] for entry in plan}
+        intrinsic = getattr(plan.method, "norm", "intrinsic") == "intrinsic"
+        self._slots: dict[str, Slot] = {e.name: make_slot(e, intrinsic=intrinsic) for e in plan.trained}
+        trained = [self._parameters[name] for name in self._slots]
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
+        self._gradients = Gradients(list(self._slots.values()), dtype=dtype, device=trained[0].device)
+        self._capture = Capture({id(self._parameters[name]): slot for name, slot in self._slots.items()})
+        self._initial: dict[str, Tensor] = {}
+        if getattr(plan.method, "source", None) == "history":
+            self._initial = {e.name: self._parameters[e.name].detach().clone() for e in plan if e.treatment == "carried"}
+
+        self._required_grad = {name: p.requires_grad for name, p in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            parameter.grad = None
+            parameter.requires_grad_(name in self._slots)
+        self._stepping = False
+        self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+
+        self.step_index = 0  # logical steps taken
+        self._attempt = 0  # how often this step's draw was replaced by a fresh one, see _record
+        self._replays = noise.replayable  # whether a step on record can be computed again to the bit
+        self._started = False  # whether carriers and layout of this step are in place
+        self._waiting: int | None = None  # examples of the micro-batch that waits for its loss
+        self._last = False  # whether that micro-batch ends the logical batch
+        self._iterator: object | None = None
+        self._closed = False
+        self._never_used = set(self._slots)
+        self.bad_examples = 0  # examples dropped for NaN or Inf: private, not covered by the guarantee
+        self._forked: Any = None
+
+    # ------------------------------------------------------------------ the loop
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._closed:
+            raise WrongUseError("this run is closed; make a new one with privatize, or rgp.resume a saved one")
+        self._leave()
+        self._iterator = token = object()
+        return self._batches(token)
+
+    def _batches(self, token: object) -> Iterator[Any]:
+        try:
+            loader, attempt = None, None
+            while not self.finished:
+                self._begin_step()
+                step, parts = self.step_index, self._microbatches(self.step_index)
+                if not parts:
+                    self._end_step()
+                    continue
+                if loader is None or attempt != self._attempt:
+                    loader, attempt = self._loader(), self._attempt
+                for i, part in enumerate(parts):
+                    batch = next(loader)
+                    self._enter(len(part), last=i + 1 == len(parts), part=i)
+                    yield batch
+                    if token is not self._iterator:
+                        raise WrongUseError("another loop over this run was started; this one cannot go on")
+                    if self._waiting is not None:
+                        raise WrongUseError("the next batch was asked for before run.step(loss) was called for the last one")
+                    self._leave()
+                assert self.step_index > step or self._attempt != attempt, "the last micro-batch ends its step"
+        finally:
+            if token is self._iterator:
+                self._leave()
+                self._drop_partial()
+
+    def step(self, loss: Tensor) -> bool:
+        """Backward, clip, add up; at the end of a logical batch also noise, rebuild, `optimizer.step()` and zero.
+
+        Returns True when a logical batch ended.
+        """
+        m = self._waiting
+        if self._closed:
+            raise WrongUseError("this run is closed; run.step has nothing to do")
+        if m is None:
+            raise WrongUseError("run.step was called twice for one batch, or outside `for batch in run`")
+        weights = self._loss_weights(loss, m)
+        last = self._last
+        try:
+            self._capture.in_backward = True
+            loss.backward(weights)
+            self._check_captured()
+            self._gradients.clip_and_add(self.settings.clip(self.step_index))
+        except BaseException:
+            self._drop_partial()
+            raise
+        finally:
+            self._capture.in_backward = False
+            self._waiting = None
+            self._quiet()
+        self._never_used -= {name for name in self._never_used if self._slots[name].used}
+        if last:
+            self._end_step()
+        return last
+
+    @property
+    def finished(self) -> bool:
+        """Whether all planned steps were taken, or the budget allows no further one."""
+        if self.step_index >= self.settings.steps:
+            return True
+        spare = self.settings.steps - self.step_index
+        if self.settings.budget is None or self.ledger.count + spare <= self.settings.steps:
+            return False
+        # releases were charged twice after a crash: the plan no longer bounds epsilon, so ask
+        events = [*self.ledger.events(), self.settings.event(self.step_index)]
+        budget = self.settings.budget
+        if accounting.epsilon(events, delta=self.settings.delta, accountant=budget.accountant) <= budget.epsilon:
+            return False
+        warnings.warn(
+            f"the budget of epsilon {budget.epsilon} is spent after {self.step_index} of {self.settings.steps} steps, because "
+            "releases were charged twice after a crash. Training stops here."
+        )
+        return True
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Epsilon spent so far, from the ledger; inf if any release was without noise."""
+        delta = self.settings.delta if delta is None else delta
+        return accounting.epsilon(self.ledger.events(), delta=delta, accountant=self.settings.accountant)
+
+    @property
+    def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Name -> (L, R) of the current step, or of the last one. Released information."""
+        found = {}
+        for name, slot in self._slots.items():
+            if isinstance(slot, CarriedSlot) and slot.R.numel():
+                for alias in (name, *slot.entry.aliases):
+                    found[alias] = (slot.Lt.T, slot.R)
+        return found
+
+    @property
+    def noise_multiplier(self) -> float:
+        """sigma of the current (or last) step."""
+        return self.settings.sigma(min(self.step_index, self.settings.steps - 1))
+
+    @property
+    def per_example_bytes(self) -> int:
+        """Memory of the per-example gradients of a micro-batch."""
+        return self._gradients.nbytes
+
+    @property
+    def never_used(self) -> tuple[str, ...]:
+        """Trained parameters that no micro-batch has used so far: they received noise and nothing else."""
+        return tuple(name for name in self._slots if name in self._never_used)
+
+    def save(self, folder: Any) -> None:
+        """Write a checkpoint from which `rgp.resume` goes on. Atomic; no pickle."""
+        from rgp.checkpoint import save
+
+        save(self, folder)
+
+    def close(self) -> None:
+        """Leave the model as it was found. Called again, it does nothing."""
+        if self._closed:
+            return
+        self._leave()
+        self._drop_partial()
+        self._iterator = None
+        self._closed = True
+        self._guard.remove()
+        for name, parameter in self._parameters.items():
+            parameter.requires_grad_(self._required_grad[name])
+            parameter.grad = None
+        if self._never_used and self.step_index:
+            warnings.warn(
+                f"{len(self._never_used)} trained parameters were never used by the model and received noise only: "
+                f"{', '.join(self.never_used[:5])}. Freeze them with the method's overrides."
+            )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ one step of Algorithm 1
+
+    @torch.no_grad()
+    def _begin_step(self) -> None:
+        """Carriers of this step, from released state only: no batch of this step has been drawn yet."""
+        if self._started:
+            return
+        self._verify()
+        self._attempt = max(self._attempt, self._first_attempt(self.step_index))
+        method = self.plan.method
+        groups: dict[tuple[Any, ...], list[CarriedSlot]] = {}
+        for name, slot in self._slots.items():
+            if isinstance(slot, CarriedSlot):
+                weight = self._parameters[name]
+                key = (slot.entry.rank, slot.entry.p, slot.entry.d, weight.dtype, weight.device)
+                groups.setdefault(key, []).append(slot)
+        if groups:
+            assert isinstance(method, RGP)
+            source = self._source()
+            public = self._public_gradients() if source == "public" else {}
+            rng = self._streams.generator("carriers", self.step_index)
+            for (rank, *_), slots in groups.items():
+                released = [self._released(slot.entry.name, public) for slot in slots]
+                Lt, R = find_carriers(released, source=source, rank=rank, iterations=method.power_iterations, rng=rng)
+                for i, slot in enumerate(slots):
+                    slot.set_carriers(Lt[i], R[i], method.sides_at(self.step_index))
+        self._gradients.begin_batch()
+        self._started = True
+
+    def _source(self) -> str:
+        method = self.plan.method
+        assert isinstance(method, RGP)
+        warmup = method.warmup_steps if method.warmup_steps is not None else max(1, round(self.settings.steps / 10))
+        if method.source in ("history", "momentum") and self.step_index < warmup:
+            return "weight"
+        return method.source
+
+    def _released(self, name: str, public: Mapping[str, Tensor]) -> Released:
+        weight = self._parameters[name]
+        return Released(
+            weight=weight,
+            initial=self._initial.get(name),
+            momentum=momentum_of(self.optimizer, weight),
+            public=public.get(name),
+        )
+
+    def _public_gradients(self) -> dict[str, Tensor]:
+        assert self._public_loss is not None
+        names = [name for name, slot in self._slots.items() if slot.carried]
+        with torch.enable_grad():
+            loss = self._public_loss()
+            grads = torch.autograd.grad(loss, [self._parameters[n] for n in names], allow_unused=True)
+        return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+
+    def _end_step(self) -> None:
+        """Noise, ledger, rebuild, optimizer: the release of one logical batch."""
+        step = self.step_index
+        clipped = self._gradients.take(self.settings.sensitivity(step))
+        noisy = self._add_noise(clipped)
+        if not self._record(noisy):
+            self._attempt += 1
+            self._started = False
+            return
+        self.bad_examples += clipped.bad_examples
+        self._set_gradients(noisy)
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+            for parameter in self._parameters.values():
+                parameter.grad = None
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.step_index += 1
+        self._attempt = 0
+        self._started = False
+
+    def _add_noise(self, clipped: ClippedSum) -> Tensor:
+        sigma = self.settings.sigma(self.step_index)
+        if sigma > 0:
+            std = sigma * clipped.sensitivity
+            self._noise.add(clipped.total, std=std, step=self.step_index, attempt=self._attempt)
+        return clipped.total
+
+    def _record(self, noisy: Tensor) -> bool:
+        """Put the release on record. False: it must not be used, and the step is done again with a fresh draw.
+
+        After a crash the ledger may hold this step already. The same digest is the same release and costs nothing more.
+        Any difference means that this noise was used on another sum: it must not be released twice.
+        """
+        step = self.step_index
+        # the digest only serves replay from disk; without a folder there is nothing to replay from
+        digest = None if self.ledger.path is None else hashlib.sha256(noisy.cpu().numpy().data).hexdigest()
+        known = [r for r in self.ledger.of_step(step) if r["attempt"] == self._attempt]
+        if known:
+            return digest is not None and known[0]["digest"] == digest
+        self.ledger.append(
+            step=step,
+            attempt=self._attempt,
+            digest=digest,
+            **self.settings.charge(step),
+        )
+        return True
+
+    @torch.no_grad()
+    def _set_gradients(self, noisy: Tensor) -> None:
+        """The noisy sum -> every trained parameter's .grad, divided by the public expected batch size."""
+        noisy /= self.settings.batch_size(self.step_index)
+        for name, slot in self._slots.items():
+            parameter, entry = self._parameters[name], slot.entry
+            part = noisy[self._gradients.where[name]]
+            if isinstance(slot, CarriedSlot):
+                cut_at = entry.rank * entry.p if slot.needs_left else 0
+                Lt, R = slot.Lt.to(part.dtype), slot.R.to(part.dtype)
+                At = part[:cut_at].view(entry.rank, entry.p) if slot.needs_left else None
+                dR = part[cut_at:].view(entry.rank, entry.d) if slot.needs_right else None
+                part = rebuild(Lt, R, At, dR)
+            elif entry.scale != 1:
+                part = part / entry.scale
+            parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+
+    # ------------------------------------------------------------------ batches
+
+    def _microbatches(self, step: int) -> list[list[int]]:
+        settings = self.settings
+        attempt = self._attempt if step == self.step_index else self._first_attempt(step)
+        rate, cap = settings.rate(step), settings.max_batch
+        indices = draw(self._streams, step, settings.dataset_size, rate, attempt=attempt, max_batch=cap)
+        return cut(indices, settings.microbatch_size)
+
+    def _first_attempt(self, step: int) -> int:
+        """0, or past all recorded ones where a recorded release cannot be computed again to the bit."""
+        return 0 if self._replays else len(self.ledger.of_step(step))
+
+    def _loader(self) -> Iterator[Any]:
+        schedule = Schedule(self._microbatches, self.step_index, self.settings.steps)
+        generator = torch.Generator().manual_seed(self._streams.torch_seed(self.step_index, part=2**32))
+        return iter(DataLoader(self.dataset, batch_sampler=schedule, generator=generator, **self._loading))
+
+    # ------------------------------------------------------------------ capture on and off
+
+    def _enter(self, m: int, *, last: bool, part: int) -> None:
+        self._gradients.begin(m)
+        self._waiting, self._last = m, last
+        self._forked = forked_rng(self._streams.torch_seed(self.step_index, part))
+        self._forked.__enter__()
+        self._capture.begin(m)
+        self._capture.__enter__()
+
+    def _quiet(self) -> None:
+        """Capture off; its guard against foreign backward passes stays until the loop goes on."""
+        self._capture.end()
+        if self._forked is not None:
+            self._forked.__exit__(None, None, None)
+            self._forked = None
+
+    def _leave(self) -> None:
+        self._quiet()
+        self._waiting = None
+        remove_mode(self._capture)
+
+    def _drop_partial(self) -> None:
+        """Forget a logical batch that was not finished: nothing was released, the same draw is repeated."""
+        self._waiting = None
+        self._started = False
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    # ------------------------------------------------------------------ checks
+
+    def _loss_weights(self, loss: Any, m: int) -> Tensor:
+        """What to backpropagate so that each example's own gradient arrives, whatever the reduction was."""
+        reduction = self.settings.loss_reduction
+        if not isinstance(loss, Tensor):
+            raise WrongUseError(f"run.step takes the loss as a tensor; got {type(loss).__name__}")
+        if reduction == "none":
+            if loss.shape != (m,):
+                raise WrongUseError(
+                    f"loss_reduction='none' needs one loss per example, shape ({m},); got shape {tuple(loss.shape)}"
+                )
+        elif loss.numel() != 1:
+            raise WrongUseError(
+                f"run.step takes a scalar loss; got shape {tuple(loss.shape)}. Reduce it over the examples "
+                "(loss_reduction='mean' or 'sum'), or pass loss_reduction='none' to privatize for one loss per example."
+            )
+        if not loss.requires_grad:
+            raise WrongUseError(
+                "the loss is not attached to the model: it was computed under no_grad, detached, or before this batch"
+            )
+        return torch.full_like(loss, m if reduction == "mean" else 1)
+
+    def _check_captured(self) -> None:
+        """No trained parameter may have received an ordinary gradient, and some must have received a captured one."""
+        for name in self._slots:
+            if self._parameters[name].grad is not None:
+                raise WrongUseError(
+                    f"parameter {name!r} was used outside the capture of this batch (before the loop, in another thread, or "
+                    "in a cached tensor), so its gradient cannot be clipped per example. Compute the loss from the batch."
+                )
+        if not any(slot.used for slot in self._slots.values()):
+            raise WrongUseError("the loss is not attached to the model: no trained parameter took part in computing it")
+
+    def _verify(self) -> None:
+        """The model, the plan and the optimizer still belong together."""
+        current = dict(self.model.named_parameters())
+        for name, parameter in self._parameters.items():
+            now = current.pop(name, None)
+            if now is not parameter:
+                raise WrongUseError(f"parameter {name!r} was replaced or removed after privatize; make a new run")
+            if now.requires_grad != (name in self._slots):
+                raise WrongUseError(
+                    f"requires_grad of parameter {name!r} was changed after privatize. Set it before, or use overrides."
+                )
+        if current:
+            raise WrongUseError(f"parameter {next(iter(current))!r} was added after privatize; make a new run")
+        check_optimizer(self.optimizer, self._parameters, set(self._slots))
+
+    def _refuse_foreign_step(self, *_: object) -> None:
+        if not self._stepping:
+            raise WrongUseError("run.step(loss) calls optimizer.step() itself, once per logical batch. Remove the call.")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], trained: set[str]) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name in parameters if name in trained and id(parameters[name]) not in held]
+    if missing:
+        raise ValueError(
+            f"the optimizer lacks {len(missing)} parameters that the plan trains, {missing[0]!r} among them. Add them to the "
+            "optimizer, or freeze them with the method's overrides."
+        )
+    known = {id(p) for p in parameters.values()}
+    foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ValueError(f"the optimizer holds {foreign} tensors that are not parameters of the model; give them another one")
+
+

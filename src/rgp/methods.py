@@ -1,0 +1,120 @@
+"""The methods: each a few settings over the one plan (plan.py) and the one engine (engine.py).
+
+A method says what a parameter gets by its kind, and how carriers are found. It holds no state and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+Treatment = Literal["carried", "exact", "frozen"]
+Kind = Literal["matrix", "head", "bias", "norm", "embedding", "token", "other"]
+
+SIDES = ("both", "left", "right", "alternate")
+SOURCES = ("history", "weight", "random", "momentum", "public")
+NORMS = ("intrinsic", "paper")
+TREATMENTS = ("carried", "exact", "frozen")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What all methods share.
+
+    head_scale: multiplies the exact head's per-example gradient before norm and clip; the noisy sum is divided by it
+        afterwards. Without clip and noise the update is unchanged; with them the head takes less of the clipping budget.
+    overrides: parameter-name pattern (as in fnmatch) -> "carried", "exact", "frozen" or a rank. Later patterns win.
+    """
+
+    treatments: ClassVar[Mapping[str, Treatment]]
+    carries: ClassVar[bool] = False
+
+    head_scale: float = 1.0
+    overrides: Mapping[str, str | int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.head_scale < float("inf"):
+            raise ValueError(f"head_scale must be positive and finite; got {self.head_scale!r}")
+        for pattern, value in self.overrides.items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                _at_least(f"overrides[{pattern!r}]", value, 1)
+            else:
+                _one_of(f"overrides[{pattern!r}]", value, TREATMENTS)
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+
+@dataclass(frozen=True)
+class RGP(Method):
+    """Reparametrized gradient perturbation, Algorithm 1 of the paper.
+
+    >>> RGP(rank=4, sides="left").rank
+    4
+
+    rank: columns of L and rows of R: one number, a dict from parameter-name pattern to number, or "auto" (per
+        layer, from the stable rank of the initial weights, at most 16).
+    sides: which carrier gradients are released: dL and dR ("both"), one of them, or each in turn ("alternate").
+    source: the released state whose principal subspace the carriers span: "history" (W_t - W_0, the paper), "weight",
+        "momentum" (the optimizer's), "public" (the gradient of a loss on public data) or "random".
+    warmup_steps: steps that use the weight instead of history or momentum. None: a tenth of the run.
+    power_iterations: K of Algorithm 2.
+    norm: what is clipped: "intrinsic" (the norm of the projected gradient) or "paper" (|dL|^2 + |dR|^2).
+    """
+
+    treatments: ClassVar[Mapping[str, Treatment]] = {
+        "matrix": "carried",
+        "head": "exact",
+        "bias": "exact",
+        "norm": "exact",
+        "embedding": "frozen",
+        "token": "frozen",
+        "other": "exact",
+    }
+    carries: ClassVar[bool] = True
+
+    rank: int | Mapping[str, int] | Literal["auto"] = 8
+    sides: str = "both"
+    source: str = "history"
+    warmup_steps: int | None = None
+    power_iterations: int = 1
+    norm: str = "intrinsic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of("sides", self.sides, SIDES)
+        _one_of("source", self.source, SOURCES)
+        _one_of("norm", self.norm, NORMS)
+        _at_least("power_iterations", self.power_iterations, 1)
+        if self.warmup_steps is not None:
+            _at_least("warmup_steps", self.warmup_steps, 0)
+        if isinstance(self.rank, Mapping):
+            for pattern, rank in self.rank.items():
+                _at_least(f"rank[{pattern!r}]", rank, 1)
+        elif self.rank != "auto":
+            _at_least("rank", self.rank, 1)
+
+    def sides_at(self, step: int) -> str:
+        """The side or sides released at this step (0 is the first)."""
+        if self.sides == "alternate":
+            return "left" if step % 2 == 0 else "right"
+        return self.sides
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPSGD(Method):
+    """Every trained parameter exact: differentially private SGD (Abadi et al. 2016), in its cheap form."""
+
+    treatments: ClassVar[Mapping[str, Treatment]] = {**RGP.treatments, "matrix": "exact"}

@@ -1,0 +1,261 @@
+"""`privatize`: check everything a user gave, settle the privacy-relevant numbers once, and make the run."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rgp import accounting
+from rgp.accounting import Budget
+from rgp.engine import Run, check_optimizer
+from rgp.errors import UnsupportedError
+from rgp.ledger import Ledger
+from rgp.methods import RGP, Method
+from rgp.noise import NoiseSource, PhiloxNoise
+from rgp.plan import Plan, make_plan
+from rgp.sampling import check_dataset
+from rgp.settings import FloatSchedule, Settings, per_step
+from rgp.streams import Streams
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def privatize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    batch_size: int | Callable[[int], int],
+    method: Method | None = None,
+    budget: Budget | None = None,
+    noise_multiplier: FloatSchedule | None = None,
+    delta: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    clip: FloatSchedule | None = 1.0,
+    microbatch_size: int | None = None,
+    max_batch: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    loss_reduction: str = "mean",
+    scheduler: Any = None,
+    seed: int | None = None,
+    secure_noise: bool = False,
+    folder: str | os.PathLike[str] | None = None,
+    workers: int = 0,
+    pin_memory: bool = False,
+    public_loss: Callable[[], Tensor] | None = None,
+) -> Run:
+    """Make a private training run out of a model, its optimizer and a dataset. Nothing is wrapped or renamed.
+
+    >>> import torch, rgp
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> data = [(torch.randn(8), i % 2) for i in range(64)]
+    >>> run = rgp.privatize(model, optimizer, data, method=rgp.RGP(rank=2), noise_multiplier=1.0, batch_size=16, steps=2)
+    >>> for x, y in run:
+    ...     ended = run.step(torch.nn.functional.cross_entropy(model(x), y))
+    >>> run.epsilon() > 0
+    True
+    >>> run.close()
+
+    model, optimizer: the user's own; the optimizer must hold every parameter that the plan trains.
+    dataset: anything with len() and [index]. Its size N counts as public.
+    batch_size: expected size of a logical batch. Each example is in it independently with probability batch_size / N, and
+        the summed gradient is divided by it. A function of the step makes a schedule.
+    method: rgp.RGP() by default.
+    budget: rgp.Budget(epsilon, delta): the noise is calibrated to it for the planned steps, and it is a hard stop. Or
+    noise_multiplier: sigma itself, a number or a function of the step; 0 means no privacy at all. delta goes with it
+        and is min(1e-5, 1 / (10 N)) by default.
+    epochs or steps: the length of the run, in passes over the data (round(epochs N / batch_size) steps) or logical steps.
+    clip: C, the largest gradient norm of one example; a number or a function of the step. None only without noise.
+    microbatch_size: examples per forward and backward pass; memory grows with it, the result does not depend on it.
+    max_batch: cap on a drawn batch, with the accounting that belongs to it.
+    loss_reduction: how the loss of a micro-batch was reduced over its examples: "mean", "sum", or "none" for a vector
+        of one loss per example, the right choice wherever the mean would mix examples (a mean over all tokens).
+    scheduler: its step() is called once per logical step.
+    seed: makes the run repeatable; the guarantee then does not hold against whoever knows the seed.
+    secure_noise: noise from a cryptographic generator, hardened against floating-point attacks; needs rgp[secure].
+    folder: where the ledger is kept on disk; without it, in memory.
+    public_loss: for source="public": computes a loss of the model on public data.
+    """
+    method = RGP() if method is None else method
+    if not isinstance(method, Method):
+        raise TypeError(f"method must be one of rgp's methods, such as rgp.RGP(rank=8); got {method!r}")
+    if (getattr(method, "source", None) == "public") != (public_loss is not None):
+        raise ValueError("source='public' and public_loss= go together: give both, or neither")
+    size = check_dataset(dataset)
+    check_model(model)
+    plan = make_plan(model, method)
+    check_plan(model, plan)
+    check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS calls the loss again by itself, which private training cannot allow; use another optimizer")
+    settings = settle(
+        size=size,
+        method=method,
+        batch_size=batch_size,
+        budget=budget,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        epochs=epochs,
+        steps=steps,
+        clip=clip,
+        microbatch_size=microbatch_size,
+        max_batch=max_batch,
+        loss_reduction=loss_reduction,
+    )
+    streams = Streams.from_system() if seed is None else Streams.from_seed(seed)
+    return Run(
+        model,
+        optimizer,
+        dataset,
+        plan=plan,
+        settings=settings,
+        streams=streams,
+        noise=noise_source(streams, secure=secure_noise),
+        ledger=Ledger({**settings.header(), "seed_known": streams.known, "secure_noise": secure_noise}, folder),
+        scheduler=scheduler,
+        collate_fn=collate_fn,
+        workers=workers,
+        pin_memory=pin_memory,
+        public_loss=public_loss,
+    )
+
+
+def noise_source(streams: Streams, *, secure: bool) -> NoiseSource:
+    if secure:
+        from rgp.secure import SecureNoise
+
+        return SecureNoise()
+    return PhiloxNoise(streams)
+
+
+def settle(
+    *,
+    size: int,
+    method: Method,
+    batch_size: Any,
+    budget: Budget | None,
+    noise_multiplier: Any,
+    delta: float | None,
+    epochs: float | None,
+    steps: int | None,
+    clip: Any,
+    microbatch_size: int | None,
+    max_batch: int | None,
+    loss_reduction: str,
+) -> Settings:
+    """The privacy-relevant numbers of a run, checked; calibrates the noise where a budget is given."""
+    if loss_reduction not in REDUCTIONS:
+        raise ValueError(f"loss_reduction must be one of {', '.join(map(repr, REDUCTIONS))}; got {loss_reduction!r}")
+    if (epochs is None) == (steps is None):
+        raise ValueError(f"give either epochs or steps; got epochs={epochs!r}, steps={steps!r}")
+    if (budget is None) == (noise_multiplier is None):
+        raise ValueError("give either budget=rgp.Budget(epsilon, delta) or noise_multiplier=, and not both")
+    if budget is not None and delta is not None:
+        raise ValueError("delta goes with noise_multiplier; with a budget it is part of it: rgp.Budget(epsilon, delta)")
+    if steps is None:
+        if callable(batch_size):
+            raise ValueError("a batch_size schedule needs steps=, because epochs have no fixed length with it")
+        _positive("batch_size", batch_size)
+        if not isinstance(epochs, (int, float)) or not 0 < epochs < math.inf:
+            raise ValueError(f"epochs must be positive and finite; got {epochs!r}")
+        steps = accounting.planned_steps(epochs, size, batch_size)
+    _positive("steps", steps)
+    if max_batch is not None:
+        _positive("max_batch", max_batch)
+
+    def fits(b: Any) -> bool:
+        return isinstance(b, int) and 0 < b <= size
+
+    batch_sizes = per_step("batch_size", batch_size, steps, fits, f"an integer from 1 to the dataset's size {size}")
+    if microbatch_size is None:
+        microbatch_size = min(max(batch_sizes), 32)
+    _positive("microbatch_size", microbatch_size)
+    clips = None
+    if clip is not None:
+        clips = per_step("clip", clip, steps, lambda c: 0 < c < math.inf, "positive and finite, or None without noise")
+
+    accountant = "pld" if budget is None else budget.accountant
+    chosen = (budget.delta if budget is not None else delta) or accounting.default_delta(size)
+    accounting.check_delta(chosen, size)
+    if budget is not None:
+        if clips is None:
+            raise ValueError("clip=None bounds nothing, so no noise can protect anyone; give clip= a number")
+        sigma = _calibrated(budget, chosen, batch_sizes, size, max_batch)
+        sigmas = (sigma,) * steps
+    else:
+        sigmas = per_step("noise_multiplier", noise_multiplier, steps, lambda s: 0 <= s < math.inf, "at least 0 and finite")
+        if clips is None and any(s > 0 for s in sigmas):
+            raise ValueError("clip=None is allowed with noise_multiplier=0 only: noise is a multiple of the clip norm")
+        if not all(s > 0 for s in sigmas):
+            warnings.warn("noise_multiplier is 0: NOTHING IS PRIVATE in this run, and its epsilon is infinite.")
+    return Settings(
+        dataset_size=size,
+        steps=steps,
+        batch_sizes=batch_sizes,
+        sigmas=sigmas,
+        clips=clips,
+        delta=chosen,
+        budget=budget,
+        accountant=accountant,
+        microbatch_size=microbatch_size,
+        loss_reduction=loss_reduction,
+        max_batch=max_batch,
+        method=method.name,
+    )
+
+
+def _calibrated(budget: Budget, delta: float, batch_sizes: tuple[int, ...], size: int, max_batch: int | None) -> float:
+    from collections import Counter
+
+    counts = Counter(batch_sizes)
+    cap_size = None if max_batch is None else size
+
+    def events(sigma: float) -> list[accounting.Event]:
+        return [
+            accounting.Event(b / size, sigma, n, max_batch=max_batch, dataset_size=cap_size) for b, n in counts.items()
+        ]
+
+    return accounting.calibrate_scale(events, epsilon=budget.epsilon, delta=delta, accountant=budget.accountant)
+
+
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models that mix the examples of a batch, or that are not ready."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise UnsupportedError(
+                f"module {name!r} is {type(module).__name__} in training mode: it mixes the examples of a batch, so no clipping "
+                "bounds one example's influence. rgp.fix(model) replaces it by GroupNorm; or keep its statistics: .eval()."
+            )
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model has parameters on the meta device; load its weights first")
+
+
+def check_plan(model: nn.Module, plan: Plan) -> None:
+    if not plan.trained:
+        raise ValueError("the plan trains nothing: every parameter is frozen (requires_grad is False, or overrides)")
+    trained = {e.name for e in plan.trained}
+    devices = {p.device for n, p in model.named_parameters() if n in trained}
+    if len(devices) > 1:
+        raise ValueError(f"trained parameters are on several devices ({', '.join(map(str, devices))}); move them to one")
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            names = [f"{prefix}.{leaf}".lstrip(".") for leaf, _ in module.named_parameters()]
+            if any(name in trained for name in names):
+                raise UnsupportedError(
+                    f"module {prefix or '(the model)'!r} is {type(module).__name__}, whose fused kernel gives no per-example "
+                    f"gradients: {names[0]!r} cannot be trained. Freeze it (overrides={{'{prefix}*': 'frozen'}}), or write the "
+                    "recurrence with nn.LSTMCell's linear layers."
+                )

@@ -1,0 +1,24 @@
+"""Noisy carrier gradients -> a full-size gradient (Corollary 1 of the paper). Post-processing: nothing private is read.
+
+Shapes: Lt (r, p), R (r, d); A, the noisy left part, kept transposed as At (r, p); dR (r, d).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rebuild(Lt: Tensor, R: Tensor, At: Tensor | None, dR: Tensor | None) -> Tensor:
+    """dL R + L dR - L L^T dL R, as one product; with one side released, dL R or L dR.
+
+    The left part is projected again, (I - L L^T) A: for the paper's norm that is the formula's last term, for the
+    intrinsic norm it removes the noise that fell into the span of L, where dR already speaks.
+    """
+    if At is None:
+        assert dR is not None
+        return Lt.T @ dR
+    if dR is None:
+        return At.T @ R
+    At = At - (At @ Lt.T) @ Lt
+    return torch.cat([At, Lt]).T @ torch.cat([R, dR])

@@ -1,0 +1,49 @@
+"""Rules: how one kind of operation gives per-example gradients. One small file per kind.
+
+A rule is called in place of an operation that met a trained parameter: `rule(capture, func, args, kwargs) -> result`.
+It computes the ordinary result and arranges that the backward pass fills the slots of the trained parameters.
+`capture.slot(tensor)` is the slot of a trained parameter or None; `capture.examples` is the number of examples m.
+
+To add one, give `register` a function from an operation's inputs and output gradient to per-example gradients:
+
+>>> import torch
+>>> def double(x, w): ...
+>>> @register(double)
+... def gradients(m, grad, x, w):             # called in the backward pass
+...     return {1: 2 * x * grad}              # position of the parameter -> (m, *w.shape)
+>>> del RULES[double]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+RULES: dict[Any, Callable[..., Any]] = {}
+
+
+def rule(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a full rule for these operations."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for operation in operations:
+            RULES[operation] = function
+        return function
+
+    return add
+
+
+def register(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register per-example gradients for operations; autograd takes care of the operation's inputs."""
+    from rgp.rules.generic import from_gradients
+
+    def add(gradients: Callable[..., Any]) -> Callable[..., Any]:
+        rule(*operations)(from_gradients(gradients))
+        return gradients
+
+    return add
+
+
+def load() -> None:
+    """Import the built-in rules; each registers itself."""
+    from rgp.rules import attention, conv, elementwise, embedding, linear, norm  # noqa: F401

@@ -1,0 +1,223 @@
+"""Convolutions in one, two and three dimensions, with any stride, padding, dilation and groups.
+
+Shapes: x (m, c, *in), y (m, p, *out), kernel (p, c/groups, *k). As a matrix the kernel is W.flatten(1), d = c/groups * prod(k);
+G_i = sum_t g_t patch_t^T over the output positions t.
+
+R x is a convolution with r outputs. For dR_i the thin side is unfolded: u = L^T g has r channels where x has c, and
+sum_t u_t patch_t^T is a correlation, which may be read from x's side: spread u by the stride, pad it, and unfold it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rgp.errors import UnsupportedError
+from rgp.norms import outer_squared_norms, zero_unless
+from rgp.rules import rule
+from rgp.rules.norm import add_channels
+from rgp.slots import DeferredSlot
+
+_FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_aten = torch.ops.aten
+
+
+class _Geometry:
+    """A convolution's constants, with what is computed from them."""
+
+    def __init__(self, kernel: tuple[int, ...], stride, padding, dilation, groups: int) -> None:
+        self.n = len(kernel) - 2
+        self.k, self.groups = kernel[2:], groups
+        self.stride, self.padding, self.dilation = (_each(v, self.n) for v in (stride, padding, dilation))
+
+    def forward(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        return _FORWARD[self.n](x, kernel, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def input_gradient(self, g: Tensor, x_shape, kernel: Tensor) -> Tensor:
+        like = g.new_empty(1).expand(x_shape)
+        return self._backward(g, like, kernel, [True, False, False])[0]
+
+    def kernel_gradient(self, g: Tensor, x: Tensor, kernel_shape) -> Tensor:
+        like = g.new_empty(1).expand(kernel_shape)
+        return self._backward(g, x, like, [False, True, False])[1]
+
+    def _backward(self, g, x, kernel, mask):
+        zeros = [0] * self.n
+        return _aten.convolution_backward(
+            g, x, kernel, [0], self.stride, self.padding, self.dilation, False, zeros, self.groups, mask
+        )
+
+    def patches(self, x: Tensor) -> Tensor:
+        """(m, c prod(k), prod(out)): the inputs of every output position."""
+        pads = [p for size in reversed(self.padding) for p in (size, size)]
+        return unfold(F.pad(x, pads) if any(pads) else x, self.k, self.stride, self.dilation)
+
+    def correlate(self, u: Tensor, x: Tensor) -> Tensor:
+        """sum_t u_t patch_t(x)^T per example: u (m, r, *out), x (m, c, *in) -> (m, r, c, prod(k))."""
+        m, r, c, k = len(x), u.shape[1], x.shape[1], prod(self.k)
+        if k == 1 and not any(self.padding):
+            x = x[(..., *(slice(None, None, s) for s in self.stride))]
+            return torch.bmm(u.flatten(2), x.flatten(2).transpose(1, 2)).unsqueeze(-1)
+        if r * prod(self.stride) >= c:
+            return torch.bmm(u.flatten(2), self.patches(x).transpose(1, 2)).view(m, r, c, k)
+        spread = self._spread(u, x.shape[2:])
+        unfolded = unfold(spread, self.k, (1,) * self.n, self.dilation).view(m, r * k, -1)
+        found = torch.bmm(unfolded, x.flatten(2).transpose(1, 2)).view(m, r, k, c)
+        return found.flip(2).transpose(2, 3)
+
+    def _spread(self, u: Tensor, size) -> Tensor:
+        """u with stride - 1 zeros between its positions, padded so that its windows lie over x's positions."""
+        if any(s > 1 for s in self.stride):
+            wide = u.new_zeros(*u.shape[:2], *((o - 1) * s + 1 for o, s in zip(u.shape[2:], self.stride, strict=True)))
+            wide[(..., *(slice(None, None, s) for s in self.stride))] = u
+            u = wide
+        pads = []
+        for i in reversed(range(self.n)):
+            reach = self.dilation[i] * (self.k[i] - 1)
+            rest = (size[i] + 2 * self.padding[i] - reach - 1) % self.stride[i]
+            pads += [reach - self.padding[i], reach - self.padding[i] + rest]
+        return F.pad(u, pads)
+
+
+def unfold(x: Tensor, kernel, stride, dilation) -> Tensor:
+    """Windows of x (m, c, *in) as (m, c prod(kernel), prod(out)), kernel index inside the channel index."""
+    if x.dim() == 4:
+        return F.unfold(x, kernel, dilation=dilation, stride=stride)
+    m, c, *size = x.shape
+    out = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
+    x = x.contiguous()
+    steps = x.stride()[2:]
+    strides = [a * d for a, d in zip(steps, dilation, strict=True)] + [a * s for a, s in zip(steps, stride, strict=True)]
+    return x.as_strided((m, c, *kernel, *out), (*x.stride()[:2], *strides)).reshape(m, c * prod(kernel), prod(out))
+
+
+def _each(value, n: int) -> tuple[int, ...]:
+    return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
+
+
+class ConvUse:
+    """A large exact kernel: what its norm and clipped sum need (see norms.py)."""
+
+    def __init__(self, x: Tensor, g: Tensor, geometry: _Geometry, shape: tuple[int, ...]) -> None:
+        self.x, self.g, self.geometry, self.shape = x, g, geometry, shape
+
+    def squared_norms(self) -> Tensor:
+        if self.geometry.groups == 1:
+            left, right = self.g.flatten(2).transpose(1, 2), self.geometry.patches(self.x).transpose(1, 2)
+            return outer_squared_norms(left, right)
+        return torch.stack([self.gradient(i).double().square().sum() for i in range(len(self.x))])
+
+    def gradient(self, i: int) -> Tensor:
+        return self.geometry.kernel_gradient(self.g[i : i + 1], self.x[i : i + 1], self.shape)
+
+    def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
+        mask = factors != 0
+        g = zero_unless(mask, self.g) * factors.to(self.g.dtype).view(-1, *[1] * (self.g.dim() - 1))
+        x = self.x if bool(mask.all()) else zero_unless(mask, self.x)
+        total.add_(self.geometry.kernel_gradient(g, x, self.shape).flatten())
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kernel, bias, slot, bias_slot, geometry):
+        ctx.slot, ctx.bias_slot, ctx.geometry = slot, bias_slot, geometry
+        y = geometry.forward(x, kernel, bias)
+        keep_x, thin = True, None
+        if slot.carried:
+            keep_x = slot.needs_right
+            if slot.needs_left:
+                R = slot.R.view(-1, *kernel.shape[1:])
+                thin = geometry.forward(x, R.repeat(geometry.groups, *[1] * (R.dim() - 1)), None)
+        ctx.save_for_backward(x if keep_x else None, thin, kernel)
+        ctx.x_shape, ctx.needs_x = x.shape, x.requires_grad
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x, thin, kernel = ctx.saved_tensors
+        slot, geometry = ctx.slot, ctx.geometry
+        dx = geometry.input_gradient(g, ctx.x_shape, kernel.to(g.dtype)) if ctx.needs_x else None
+        x = None if x is None else x.to(g.dtype)
+        if slot.carried:
+            _carried(slot, geometry, x, thin, g)
+        elif isinstance(slot, DeferredSlot):
+            slot.add_use(ConvUse(x, g, geometry, slot.entry.shape))
+        else:
+            grouped = _grouped(geometry.patches(x), geometry.groups)
+            slot.add_dense(torch.matmul(_grouped(g, geometry.groups), grouped.transpose(-1, -2)))
+        if ctx.bias_slot is not None:
+            ctx.bias_slot.add_dense(g.flatten(2).sum(2, dtype=torch.promote_types(g.dtype, torch.float32)))
+        return dx, None, None, None, None, None
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """(m, c, ...) -> (m, groups, c / groups, positions)."""
+    x = x.flatten(2)
+    return x.view(len(x), groups, -1, x.shape[2])
+
+
+def _carried(slot, geometry, x, thin, g) -> None:
+    """dL_i transposed (m, r, p) and dR_i (m, r, d). Groups stand side by side in dL_i and add up in dR_i."""
+    m, r, groups = len(g), slot.entry.rank, geometry.groups
+    split = _grouped(g, groups)
+    dLt = dR = None
+    if slot.needs_left:
+        dLt = torch.matmul(_grouped(thin.to(g.dtype), groups), split.transpose(-1, -2)).transpose(1, 2).reshape(m, r, -1)
+    if slot.needs_right:
+        Lt = slot.Lt.to(g.dtype).view(r, groups, -1).transpose(0, 1)
+        u = torch.matmul(Lt, split).reshape(m * groups, r, *g.shape[2:])
+        xs = x.reshape(m * groups, x.shape[1] // groups, *x.shape[2:])
+        dR = geometry.correlate(u, xs).flatten(2).view(m, groups, r, -1).sum(1)
+    slot.add_thin(dLt, dR)
+
+
+def _convolution(capture, n: int, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    unbatched = input.dim() == n + 1
+    x = input.unsqueeze(0) if unbatched else input
+    if isinstance(padding, str):
+        x, padding = _resolve(x, padding, weight.shape[2:], _each(dilation, n))
+    slot, bias_slot = capture.slot(weight), capture.slot(bias)
+    if x.shape[0] != capture.examples:
+        name = (slot or bias_slot).entry.name
+        raise UnsupportedError(
+            f"parameter {name!r} met an input of shape {tuple(input.shape)}; its first dimension must be the "
+            f"{capture.examples} examples of the micro-batch"
+        )
+    geometry = _Geometry(tuple(weight.shape), stride, padding, dilation, groups)
+    if slot is None:
+        y = geometry.forward(x, weight, None)
+        y = add_channels(capture, y, bias)
+    else:
+        y = _Conv.apply(x, weight, None if bias is None else bias.detach(), slot, bias_slot, geometry)
+    return y.squeeze(0) if unbatched else y
+
+
+def _resolve(x: Tensor, padding: str, kernel, dilation) -> tuple[Tensor, tuple[int, ...]]:
+    """The numbers behind padding="valid" and "same"; an even kernel's lopsided padding goes onto x itself."""
+    if padding == "valid":
+        return x, (0,) * len(kernel)
+    total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    if all(t % 2 == 0 for t in total):
+        return x, tuple(t // 2 for t in total)
+    pads = [p for t in reversed(total) for p in (t // 2, t - t // 2)]
+    return F.pad(x, pads), (0,) * len(kernel)
+
+
+@rule(F.conv1d)
+def conv1d(capture, func, args, kwargs):
+    return _convolution(capture, 1, *args, **kwargs)
+
+
+@rule(F.conv2d)
+def conv2d(capture, func, args, kwargs):
+    return _convolution(capture, 2, *args, **kwargs)
+
+
+@rule(F.conv3d)
+def conv3d(capture, func, args, kwargs):
+    return _convolution(capture, 3, *args, **kwargs)

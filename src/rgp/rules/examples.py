@@ -1,0 +1,35 @@
+"""Which rows of an activation belong to which example. The one place where that is decided."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rgp.errors import UnsupportedError
+from rgp.slots import Slot
+
+
+def by_example(x: Tensor, m: int, features: int, slot: Slot) -> Tensor:
+    """x as (m, T, *last `features` dimensions), examples first.
+
+    Dimension 0 is the examples, or a flattening with the examples outermost (GPT-2's (m T, d), multiple choice's
+    (m c, T, d)). A layout with positions first, as in nn.Transformer without batch_first, is recognised where its
+    sizes say so and refused where they leave a doubt.
+    """
+    lead = x.shape[: x.dim() - features]
+    tail = x.shape[x.dim() - features :]
+    if m == 1:
+        return x.reshape(1, -1, *tail)
+    if lead and lead[0] == m:
+        return x.reshape(m, -1, *tail)
+    if len(lead) >= 2 and m in lead[1:]:
+        raise UnsupportedError(
+            f"parameter {slot.entry.name!r} met an input of shape {tuple(x.shape)}, but the micro-batch has {m} examples "
+            "and they are not the first dimension. Put the examples first (batch_first=True in nn.Transformer, "
+            "nn.MultiheadAttention, nn.LSTM), or freeze the parameter."
+        )
+    if lead and lead[0] % m == 0 and lead[0] > 0:
+        return x.reshape(m, -1, *tail)
+    raise UnsupportedError(
+        f"parameter {slot.entry.name!r} met an input of shape {tuple(x.shape)}, whose rows cannot be told apart into the "
+        f"{m} examples of the micro-batch. Put the examples first, or freeze the parameter."
+    )

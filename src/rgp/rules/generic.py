@@ -1,0 +1,73 @@
+"""A rule from a function that gives per-example gradients; the operation itself stays a black box to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class _Watched(torch.autograd.Function):
+    """Runs `call` on detached inputs, remembers its inner graph, and tells `tell` the output's gradient."""
+
+    @staticmethod
+    def forward(ctx, call, tell, token, *inputs):
+        ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        with torch.enable_grad():
+            ctx.output = call(*ctx.inputs)
+        ctx.tell = tell
+        return ctx.output.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        ctx.tell(grad)
+        wanted = [x for x in ctx.inputs if x.requires_grad]
+        found = iter(torch.autograd.grad(ctx.output, wanted, grad, allow_unused=True) if wanted else ())
+        return (None, None, None, *(next(found) if x.requires_grad else None for x in ctx.inputs))
+
+
+def watched(call: Callable[..., Tensor], tell: Callable[[Tensor], None], parameter: Tensor, *inputs: Tensor) -> Tensor:
+    """call(*inputs), with `tell(grad of the result)` in the backward pass. `call` must use parameters detached."""
+    return _Watched.apply(call, tell, parameter, *inputs)
+
+
+def from_gradients(gradients: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(capture, func, args, kwargs):
+        leaves, spec = tree_flatten((args, kwargs))
+        slots = {i: capture.slot(leaf) for i, leaf in enumerate(leaves)}
+        trained = [i for i, slot in slots.items() if slot is not None]
+        data = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and slots[i] is None]
+        m = capture.examples
+
+        def arguments(inputs):
+            filled = [leaf.detach() if i in trained else leaf for i, leaf in enumerate(leaves)]
+            for i, value in zip(data, inputs, strict=True):
+                filled[i] = value
+            return tree_unflatten(filled, spec)
+
+        def call(*inputs):
+            inner_args, inner_kwargs = arguments(inputs)
+            return func(*inner_args, **inner_kwargs)
+
+        def tell(grad):
+            inner_args, inner_kwargs = arguments([leaves[i].detach() for i in data])
+            found = gradients(m, grad, *inner_args, **inner_kwargs)
+            for where, value in found.items():
+                parameter = args[where] if isinstance(where, int) else kwargs[where]
+                slot = capture.slot(parameter)
+                if slot is not None:
+                    if tuple(value.shape) != (m, *parameter.shape):
+                        raise ValueError(
+                            f"the rule for {getattr(func, '__name__', func)} gave gradients of shape {tuple(value.shape)} for "
+                            f"{slot.entry.name!r}; they must be {(m, *parameter.shape)}"
+                        )
+                    slot.add_dense(value)
+
+        return watched(call, tell, leaves[trained[0]], *(leaves[i] for i in data))
+
+    return apply

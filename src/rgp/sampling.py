@@ -1,0 +1,74 @@
+"""Poisson sampling, owned by the run: the rate that is drawn with is the rate that is accounted.
+
+Formal guarantees (tests/test_sampling.py):
+- at every step each example is included independently with probability q of that step
+- a step's draw depends on the secret and the step only; no example is in a step twice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from rgp.streams import Streams
+
+
+def draw(
+    streams: Streams, step: int, size: int, rate: float, *, attempt: int = 0, max_batch: int | None = None
+) -> np.ndarray:
+    """The indices of one logical batch, ascending. May be empty; an empty draw is a step like any other.
+
+    `max_batch` caps the draw: a uniformly random subset of that size is kept, which the accountant has to be told.
+    """
+    indices = np.flatnonzero(streams.generator("sampling", step, attempt).random(size) < rate)
+    if max_batch is not None and len(indices) > max_batch:
+        indices = np.sort(streams.generator("sampling", step, attempt, part=1).choice(indices, max_batch, replace=False))
+    return indices
+
+
+def cut(indices: np.ndarray, microbatch_size: int) -> list[list[int]]:
+    """Micro-batches of at most `microbatch_size`, as equal as they can be."""
+    if len(indices) == 0:
+        return []
+    parts = -(-len(indices) // microbatch_size)
+    return [part.tolist() for part in np.array_split(indices, parts)]
+
+
+def check_dataset(dataset: Any) -> int:
+    """The dataset's length, or an error that says why this one cannot be sampled."""
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "dataset is an IterableDataset: Poisson sampling needs len(dataset) and dataset[i], because each example "
+            "must be included independently. Use a map-style dataset, or list(dataset) if it fits in memory."
+        )
+    if isinstance(dataset, DataLoader):
+        raise ValueError(
+            "dataset is a DataLoader: its sampler is not the one the accountant would be told about. "
+            "Pass loader.dataset, and collate_fn=loader.collate_fn; the run samples by itself."
+        )
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"dataset must have len() and [index]; got {type(dataset).__name__}. "
+            "A list of examples, a torch Dataset or a Hugging Face dataset will do."
+        )
+    size = len(dataset)
+    if size < 1:
+        raise ValueError("dataset is empty")
+    return size
+
+
+class Schedule(BatchSampler):
+    """Micro-batch index lists of all steps from `start` on, in the order in which the run consumes them."""
+
+    def __init__(self, batches: Any, start: int, stop: int) -> None:
+        self._batches, self._start, self._stop = batches, start, stop
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self._start, self._stop):
+            yield from self._batches(step)
+
+    def __len__(self) -> int:
+        return sum(len(self._batches(step)) for step in range(self._start, self._stop))

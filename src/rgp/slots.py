@@ -1,0 +1,201 @@
+"""Slots: where the per-example gradients of one trained parameter go during a backward pass.
+
+Shapes: m examples, T positions (tokens, pixels), a weight's matrix (p, d), rank r. Example i's gradient of the weight is
+G_i = sum_t left_it right_it^T with left (m, T, p) and right (m, T, d); it is formed only where that is the cheap way.
+
+Carried   dL_i and dR_i, written straight into the run's (m, D) buffer
+Dense     a small exact parameter's G_i, written into the same buffer
+Deferred  a large exact parameter: what its operation needs is kept until all norms are known (norms.py), and the
+          clipped sum is then one product, so G_i is not stored
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rgp.plan import Entry
+
+LARGEST_DENSE = 1 << 14
+
+
+class Use(Protocol):
+    """One operation's contribution to a deferred parameter, kept until the clip factors are known."""
+
+    def squared_norms(self) -> Tensor:
+        """|G_i|^2 for every example, never below the truth beyond rounding of the sum itself (float64)."""
+
+    def gradient(self, i: int) -> Tensor:
+        """G_i of one example, in the parameter's shape."""
+
+    def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
+        """total += sum_i factors_i G_i. An example with factor 0 must contribute exactly 0, NaN or not."""
+
+
+class Slot:
+    """What rules see of a trained parameter."""
+
+    entry: Entry
+    carried = False
+    needs_left = needs_right = True  # whether dL_i, dR_i are wanted at this step
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.used = False
+
+    @property
+    def width(self) -> int:
+        """Columns of the (m, D) buffer."""
+        return self.entry.size
+
+    def add_dense(self, gradients: Tensor) -> None:
+        """Add per-example gradients (m, *shape), formed by a rule."""
+        raise NotImplementedError
+
+    def add_outer(self, left: Tensor, right: Tensor | None, *, thin_left=None, thin_right=None) -> None:
+        """Add sum_t left_t right_t^T. A carried slot takes `thin_right` = right R^T or `thin_left` = left L if a rule
+        has them already; `right` (or `left`) may then be None where that side alone is wanted."""
+        raise NotImplementedError
+
+    def begin(self, buffer: Tensor) -> None:
+        """Start a micro-batch: `buffer` (m, width) is this slot's part of the run's buffer, not zeroed."""
+        self.used = False
+
+
+class CarriedSlot(Slot):
+    carried = True
+
+    def __init__(self, entry: Entry, *, intrinsic: bool) -> None:
+        super().__init__(entry)
+        self.intrinsic = intrinsic
+        self.Lt = self.R = torch.empty(0)
+        self.sides = "both"
+
+    @property
+    def width(self) -> int:
+        r, p, d = self.entry.rank, self.entry.p, self.entry.d
+        return r * ((p if self.needs_left else 0) + (d if self.needs_right else 0))
+
+    def set_carriers(self, Lt: Tensor, R: Tensor, sides: str) -> None:
+        self.Lt, self.R, self.sides = Lt, R, sides
+        self.needs_left, self.needs_right = sides != "right", sides != "left"
+
+    def begin(self, buffer: Tensor) -> None:
+        super().begin(buffer)
+        m, r, p, d = len(buffer), self.entry.rank, self.entry.p, self.entry.d
+        cut = r * p if self.needs_left else 0
+        self.left = buffer[:, :cut].view(m, r, p) if self.needs_left else None  # dL_i transposed
+        self.right = buffer[:, cut:].view(m, r, d) if self.needs_right else None
+
+    def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
+        if self.needs_right:
+            u = F.linear(left, self.Lt.to(left.dtype)) if thin_left is None else thin_left
+        if self.needs_left:
+            z = F.linear(right, self.R.to(right.dtype)) if thin_right is None else thin_right
+            zt = z.transpose(1, 2)
+            self._put(self.left, zt, left)
+            if self.needs_right and self.intrinsic:  # A_i = dL_i - L L^T dL_i
+                core = torch.bmm(zt, u).to(self.left.dtype)
+                self.left.baddbmm_(core, self.Lt.to(core.dtype).expand(len(core), -1, -1), alpha=-1)
+        if self.needs_right:
+            self._put(self.right, u.transpose(1, 2), right)
+        self.used = True
+
+    def add_thin(self, dLt: Tensor | None, dR: Tensor | None) -> None:
+        """Add dL_i transposed (m, r, p) and dR_i (m, r, d), formed by a rule; None for a side not wanted."""
+        if dLt is not None:
+            if self.needs_right and self.intrinsic:
+                Lt = self.Lt.to(dLt.dtype)
+                dLt = dLt - torch.matmul(torch.matmul(dLt, Lt.T), Lt)
+            self._store(self.left, dLt)
+        if dR is not None:
+            self._store(self.right, dR)
+        self.used = True
+
+    def add_dense(self, gradients: Tensor) -> None:
+        G = gradients.reshape(len(gradients), self.entry.p, self.entry.d)
+        dLt = torch.matmul(self.R.to(G.dtype), G.mT) if self.needs_left else None
+        self.add_thin(dLt, torch.matmul(self.Lt.to(G.dtype), G) if self.needs_right else None)
+
+    def _put(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """out (+)= a b, in out's dtype; the first use of a micro-batch overwrites."""
+        if a.dtype != out.dtype or b.dtype != out.dtype:
+            self._store(out, torch.bmm(a, b))
+        elif self.used:
+            out.baddbmm_(a, b)
+        else:
+            torch.bmm(a, b, out=out)
+
+    def _store(self, out: Tensor, value: Tensor) -> None:
+        if self.used:
+            out.add_(value)
+        else:
+            out.copy_(value)
+
+
+class DenseSlot(Slot):
+    def begin(self, buffer: Tensor) -> None:
+        super().begin(buffer)
+        self.out = buffer
+
+    def add_dense(self, gradients: Tensor) -> None:
+        gradients = gradients.reshape(len(self.out), -1)
+        if self.entry.scale != 1:
+            gradients = gradients * self.entry.scale
+        if self.used:
+            self.out.add_(gradients)
+        else:
+            self.out.copy_(gradients)
+        self.used = True
+
+    def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
+        self.add_dense(torch.bmm(left.transpose(1, 2), right))
+
+
+class DeferredSlot(Slot):
+    width = 0  # nothing in the (m, D) buffer
+
+    def begin(self, buffer: Tensor) -> None:
+        super().begin(buffer)
+        self.m = len(buffer)
+        self.uses: list[Use] = []
+
+    def add_use(self, use: Use) -> None:
+        self.uses.append(use)
+        self.used = True
+
+    def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
+        from rgp.norms import OuterUse
+
+        self.add_use(OuterUse(left, right, self.entry.shape))
+
+    def add_dense(self, gradients: Tensor) -> None:
+        from rgp.norms import DenseUse
+
+        self.add_use(DenseUse(gradients))
+
+    def squared_norms(self) -> Tensor:
+        """Several uses of one parameter have cross terms, so their gradient is formed one example at a time."""
+        if len(self.uses) == 1:
+            squares = self.uses[0].squared_norms()
+        else:
+            squares = torch.stack([self.gradient(i).double().square().sum() for i in range(self.m)])
+        return squares * self.entry.scale**2
+
+    def gradient(self, i: int) -> Tensor:
+        """One example's gradient, over all uses; without the entry's scale."""
+        return torch.stack([use.gradient(i) for use in self.uses]).sum(0)
+
+    def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
+        for use in self.uses:
+            use.add_weighted_sum(factors * self.entry.scale, total)
+        self.uses = []
+
+
+def make_slot(entry: Entry, *, intrinsic: bool) -> Slot:
+    if entry.treatment == "carried":
+        return CarriedSlot(entry, intrinsic=intrinsic)
+    return DenseSlot(entry) if entry.size <= LARGEST_DENSE or len(entry.shape) < 2 else DeferredSlot(entry)
