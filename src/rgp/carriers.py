@@ -31,15 +31,13 @@ class Released:
     momentum: Tensor | None = None
     public: Tensor | None = None
 
-    def matrix(self, source: str) -> Tensor | None:
-        """The matrix whose principal subspace is wanted; None asks for random carriers."""
-        if source == "random":
-            return None
+    def matrix(self, source: str, dtype: torch.dtype) -> Tensor:
+        """The matrix (p, d) whose principal subspace is wanted; the weight's where a source has nothing yet."""
         if source == "history":
             assert self.initial is not None, "history needs the initial weights"
-            return self.weight.detach().flatten(1) - self.initial.flatten(1)
+            return torch.sub(self.weight.detach(), self.initial).flatten(1).to(dtype)
         chosen = {"weight": self.weight, "momentum": self.momentum, "public": self.public}[source]
-        return self.weight.detach().flatten(1) if chosen is None else chosen.detach().flatten(1)
+        return (self.weight if chosen is None else chosen).detach().flatten(1).to(dtype)
 
 
 def find_carriers(
@@ -57,24 +55,19 @@ def find_carriers(
     if source == "random":
         Lt, R = orthonormal_rows(gaussian(p), gaussian), orthonormal_rows(gaussian(d), gaussian)
     else:
-        Lt, R = _power_method([r.matrix(source) for r in released], gaussian(d), iterations, gaussian)
+        Lt, R = _power_method(lambda i: released[i].matrix(source, dtype), gaussian(d), iterations, gaussian)
     return Lt.to(weight.dtype), R.to(weight.dtype)
 
 
 def _power_method(
-    deltas: list[Tensor | None], R: Tensor, iterations: int, gaussian: Callable[[int], Tensor]
+    delta: Callable[[int], Tensor], R: Tensor, iterations: int, gaussian: Callable[[int], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 2 for a list of matrices; products one by one (no stacked copy of the weights), the rest together."""
-    Lt = R.new_empty(0)
+    """Algorithm 2 for n matrices: products one by one, so that no two differences exist at once, the rest together."""
+    Lt = R
     for _ in range(iterations):
-        Lt = orthonormal_rows(torch.stack([F.linear(r, _as(m, r)) for m, r in zip(deltas, R, strict=True)]), gaussian)
-        R = torch.stack([l @ _as(m, l) for m, l in zip(deltas, Lt, strict=True)])
+        Lt = orthonormal_rows(torch.stack([F.linear(r, delta(i)) for i, r in enumerate(R)]), gaussian)
+        R = torch.stack([l @ delta(i) for i, l in enumerate(Lt)])
     return Lt, orthonormal_rows(R, gaussian)
-
-
-def _as(matrix: Tensor | None, like: Tensor) -> Tensor:
-    assert matrix is not None
-    return matrix.to(like.dtype)
 
 
 def orthonormal_rows(Y: Tensor, gaussian: Callable[[int], Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rgp.slots import DeferredSlot, Slot
 
-BLOCK = 1 << 16  # columns whose squares are summed in float64 at a time, small enough to stay in cache
+BLOCK = 256  # columns summed in the buffer's own precision; sums of blocks are float64
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Gradients:
     def __init__(self, slots: list[Slot], *, dtype: torch.dtype, device: torch.device) -> None:
         self._slots = slots
         self._dtype, self._device = dtype, device
-        self._buffer = torch.empty(0, 0, dtype=dtype, device=device)
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
         self.begin_batch()
 
     @property
@@ -51,7 +51,9 @@ class Gradients:
         for slot in self._slots:
             self.where[slot.entry.name] = slice(start, start + slot.width)
             start += slot.width
-        self._columns = start
+        self._used_columns = start
+        self._columns = -(-start // BLOCK) * BLOCK  # whole blocks; the columns past the slots stay zero
+        start = self._columns
         for slot in self._slots:
             if isinstance(slot, DeferredSlot):
                 self.where[slot.entry.name] = slice(start, start + slot.entry.size)
@@ -62,9 +64,10 @@ class Gradients:
 
     def begin(self, m: int) -> None:
         """Start a micro-batch of m examples: hand every slot its columns."""
-        if self._buffer.shape[0] < m or self._buffer.shape[1] != self._columns:
-            self._buffer = torch.empty(m, self._columns, dtype=self._dtype, device=self._device)
-        self._rows = self._buffer[:m]
+        if self._buffer.numel() < m * self._columns:
+            self._buffer = torch.empty(m * self._columns, dtype=self._dtype, device=self._device)
+        self._rows = self._buffer[: m * self._columns].view(m, self._columns)
+        self._rows[:, self._used_columns :] = 0
         for slot in self._slots:
             columns = self.where[slot.entry.name] if not isinstance(slot, DeferredSlot) else slice(0, 0)
             slot.begin(self._rows[:, columns])
@@ -106,10 +109,13 @@ class Gradients:
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """Squared norm of each row, summed in float64: float32 sums of a million squares lose four digits, and overflow."""
-    squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    for start in range(0, rows.shape[1], BLOCK):
-        squares += rows[:, start : start + BLOCK].double().square_().sum(1)
+    """Squared norm of each row in float64. One float32 sum over a million squares would lose four digits, and overflow."""
+    if rows.shape[1] % BLOCK:
+        return rows.double().square().sum(1)
+    squares = torch.linalg.vector_norm(rows.view(len(rows), -1, BLOCK), dim=2).double().square().sum(1)
+    strange = ~squares.isfinite()
+    if bool(strange.any()):  # NaN, Inf, or squares beyond float32
+        squares[strange] = rows[strange].double().square().sum(1)
     return squares
 
 

@@ -1,12 +1,12 @@
 """The engine: Algorithm 1 of the paper, and the only file that calls the stages in order.
 
-    carriers     released state -> L, R                                     carriers.py
-    sampling     a Poisson batch, cut into micro-batches                    sampling.py
-    capture      forward and backward -> per-example carrier gradients      capture.py, rules/, slots.py
-    clipping     one norm per example, clip, sum                            clipping.py
-    noise        N(0, (sigma C)^2) on every entry of the sum                noise.py
-    ledger       the release is on record before it is used                 ledger.py
-    reconstruct  noisy dL, dR -> a full-size gradient -> any optimizer      reconstruct.py
+carriers     released state -> L, R                                     carriers.py
+sampling     a Poisson batch, cut into micro-batches                    sampling.py
+capture      forward and backward -> per-example carrier gradients      capture.py, rules/, slots.py
+clipping     one norm per example, clip, sum                            clipping.py
+noise        N(0, (sigma C)^2) on every entry of the sum                noise.py
+ledger       the release is on record before it is used                 ledger.py
+reconstruct  noisy dL, dR -> a full-size gradient -> any optimizer      reconstruct.py
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rgp.ledger import Ledger
 from rgp.methods import RGP
 from rgp.noise import NoiseSource
 from rgp.plan import Plan
+from rgp.probe import Recorder, check_examples_apart
 from rgp.reconstruct import rebuild
 from rgp.sampling import Schedule, cut, draw
 from rgp.settings import Settings
@@ -57,6 +58,7 @@ class Run:
         workers: int = 0,
         pin_memory: bool = False,
         public_loss: Callable[[], Tensor] | None = None,
+        probe: bool = True,
     ) -> None:
         rules.load()
         self.model, self.optimizer, self.dataset = model, optimizer, dataset
@@ -76,7 +78,9 @@ class Run:
         self._capture = Capture({id(self._parameters[name]): slot for name, slot in self._slots.items()})
         self._initial: dict[str, Tensor] = {}
         if getattr(plan.method, "source", None) == "history":
-            self._initial = {e.name: self._parameters[e.name].detach().clone() for e in plan if e.treatment == "carried"}
+            self._initial = {
+                e.name: self._parameters[e.name].detach().clone() for e in plan if e.treatment == "carried"
+            }
 
         self._required_grad = {name: p.requires_grad for name, p in self._parameters.items()}
         for name, parameter in self._parameters.items():
@@ -96,6 +100,8 @@ class Run:
         self._never_used = set(self._slots)
         self.bad_examples = 0  # examples dropped for NaN or Inf: private, not covered by the guarantee
         self._forked: Any = None
+        self._unproved = probe  # whether the model has yet to show that it keeps examples apart
+        self._recorder: Recorder | None = None
 
     # ------------------------------------------------------------------ the loop
 
@@ -124,7 +130,9 @@ class Run:
                     if token is not self._iterator:
                         raise WrongUseError("another loop over this run was started; this one cannot go on")
                     if self._waiting is not None:
-                        raise WrongUseError("the next batch was asked for before run.step(loss) was called for the last one")
+                        raise WrongUseError(
+                            "the next batch was asked for before run.step(loss) was called for the last one"
+                        )
                     self._leave()
                 assert self.step_index > step or self._attempt != attempt, "the last micro-batch ends its step"
         finally:
@@ -145,6 +153,7 @@ class Run:
         weights = self._loss_weights(loss, m)
         last = self._last
         try:
+            self._probe(m)
             self._capture.in_backward = True
             loss.backward(weights)
             self._check_captured()
@@ -385,6 +394,8 @@ class Run:
     def _enter(self, m: int, *, last: bool, part: int) -> None:
         self._gradients.begin(m)
         self._waiting, self._last = m, last
+        if self._unproved and m > 1:
+            self._recorder = Recorder(self.model)
         self._forked = forked_rng(self._streams.torch_seed(self.step_index, part))
         self._forked.__enter__()
         self._capture.begin(m)
@@ -393,6 +404,9 @@ class Run:
     def _quiet(self) -> None:
         """Capture off; its guard against foreign backward passes stays until the loop goes on."""
         self._capture.end()
+        if self._recorder is not None:
+            self._recorder.remove()
+            self._recorder = None
         if self._forked is not None:
             self._forked.__exit__(None, None, None)
             self._forked = None
@@ -432,6 +446,16 @@ class Run:
             )
         return torch.full_like(loss, m if reduction == "mean" else 1)
 
+    def _probe(self, m: int) -> None:
+        """Once per run: examples stay in their own rows (probe.py). A model that is not called as a whole is not probed."""
+        if self._recorder is None or self._recorder.call is None:
+            return
+        examples, self._capture.examples = self._capture.examples, None
+        names = {id(self._parameters[name]): name for name in self._slots}
+        seed = self._streams.torch_seed(self.step_index, part=2**33)
+        self._unproved = not check_examples_apart(self.model, self._recorder.call, m, names, seed)
+        self._capture.examples = examples
+
     def _check_captured(self) -> None:
         """No trained parameter may have received an ordinary gradient, and some must have received a captured one."""
         for name in self._slots:
@@ -460,7 +484,9 @@ class Run:
 
     def _refuse_foreign_step(self, *_: object) -> None:
         if not self._stepping:
-            raise WrongUseError("run.step(loss) calls optimizer.step() itself, once per logical batch. Remove the call.")
+            raise WrongUseError(
+                "run.step(loss) calls optimizer.step() itself, once per logical batch. Remove the call."
+            )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], trained: set[str]) -> None:
@@ -474,6 +500,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, T
     known = {id(p) for p in parameters.values()}
     foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if foreign:
-        raise ValueError(f"the optimizer holds {foreign} tensors that are not parameters of the model; give them another one")
-
-
+        raise ValueError(
+            f"the optimizer holds {foreign} tensors that are not parameters of the model; give them another one"
+        )

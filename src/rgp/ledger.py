@@ -5,9 +5,11 @@ own, so a line that was edited, repeated, reordered or removed is noticed; a cut
 head hash that every checkpoint keeps. Epsilon is computed from these lines and from nothing else.
 
 Formal guarantees (tests/test_ledger.py):
-- when `append` returns, the line is durable: file and folder are synced
+- when `append` returns, the line is durable: file and folder are synced. When it raises, the release is not on record
+  and must not be used; the next `append` first removes what the failed one may have left
 - a torn last line counts as a release: it may have happened
 - any other damage is an error that names the line, never a smaller epsilon
+- one process at a time appends; reading changes nothing on disk
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,13 +27,25 @@ from typing import Any
 from rgp.accounting import Event
 from rgp.errors import LedgerError
 
+try:
+    import fcntl
+except ImportError:  # Windows: two processes on one ledger are then noticed when it is read, not prevented
+    fcntl = None  # type: ignore[assignment]
+
 FORMAT = 1
 FILE = "ledger.jsonl"
+PATIENCE = 8.0  # seconds: DataLoader workers of a killed process hold its lock until they notice
+
+_appending: weakref.WeakValueDictionary[Path, Ledger] = weakref.WeakValueDictionary()  # in this process
 
 
 def _hash(record: Mapping[str, Any]) -> str:
     body = {k: v for k, v in record.items() if k != "hash"}
     return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def sync_folder(folder: Path) -> None:
@@ -46,27 +62,41 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def make_folder(folder: Path) -> None:
+    """With its parents; the last one for the owner alone, because secrets will lie in it."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(folder.parent)
+
+
 class Ledger:
     """In memory, or in `folder`/ledger.jsonl."""
 
     def __init__(self, header: Mapping[str, Any], folder: str | os.PathLike[str] | None = None) -> None:
-        self.path = None if folder is None else Path(folder) / FILE
-        self.records: list[dict[str, Any]] = []
-        self.repaired: str | None = None
-        self._lines = 0
-        self._head = ""
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                raise LedgerError(
-                    f"{self.path} exists: another run's releases are recorded there. Choose another folder, or go on with "
-                    "that run: rgp.resume(folder, model, optimizer, dataset)."
-                )
+        self._clear()
         self.header = self._write({"ledger": FORMAT, **header})
+        if folder is not None:
+            self.move_to(folder)
+
+    def _clear(self) -> None:
+        self.path: Path | None = None
+        self.records: list[dict[str, Any]] = []
+        self.repaired: str | None = None  # what was mended when the ledger was opened
+        self._by_step: dict[int, list[int]] = {}  # step -> positions in records
+        self._torn_attempt = -1  # the largest attempt that a torn line can have been
+        self._head = ""
+        self._file: int | None = None
+        self._size = 0  # bytes on disk that are known to be good
+        self._why_closed = ""
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> Ledger:
-        """Read and verify a ledger, repairing a torn last line by counting it."""
+    def open(cls, folder: str | os.PathLike[str], *, append: bool = False) -> Ledger:
+        """Read and verify a ledger; a torn last line is counted as a release.
+
+        Reading changes nothing on disk and may be done while a run appends. With `append`, for the one who goes on
+        with the run: the torn line is also replaced on disk, and nobody else may append from then on.
+        """
         path = Path(folder) / FILE
         if not path.exists():
             raise LedgerError(
@@ -74,16 +104,34 @@ class Ledger:
                 "Put the file back, or start a new run in a new folder."
             )
         self = cls.__new__(cls)
-        self.path, self.records, self.repaired, self._lines, self._head = path, [], None, 0, ""
-        data = path.read_bytes()
+        self._clear()
+        self.path = path
+        try:
+            if append:
+                self._take_over()
+            else:
+                self._why_closed = "it was opened for reading"
+            self._load(path.read_bytes())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _load(self, data: bytes) -> None:
         whole, newline, torn = data.rpartition(b"\n")
         if not newline:
-            raise LedgerError(f"{path} has no complete line: its first line, which describes the run, was lost")
-        for number, line in enumerate(whole.split(b"\n"), start=1):
+            raise LedgerError(
+                f"{self.path} has no complete line: its first line, which describes the run, is written before any release. "
+                "If no checkpoint lies next to it, nothing was released: delete it and start again."
+            )
+        lines = whole.split(b"\n")
+        if not torn and len(lines) > 1 and not _is_json(lines[-1]):
+            torn = lines.pop()  # a page of it never reached the disk
+        for number, line in enumerate(lines, start=1):
             self._read(line, number)
+            self._size += len(line) + 1
         if torn:
-            self._count_torn(len(whole) + 1)
-        return self
+            self._count_torn()
 
     def _read(self, line: bytes, number: int) -> None:
         where = f"{self.path}, line {number}"
@@ -102,23 +150,24 @@ class Ledger:
                 raise LedgerError(f"{where}: format {record.get('ledger')!r} is not {FORMAT}, which this version reads")
             self.header = record
         else:
-            key = (record["step"], record["attempt"])
-            if any((r["step"], r["attempt"]) == key for r in self.records):
-                raise LedgerError(f"{where}: step {key[0]}, attempt {key[1]} is recorded twice")
-            self.records.append(record)
-        self._lines, self._head = number, record["hash"]
+            same = [] if record.get("torn") else self.of_step(record["step"])
+            if any(r["attempt"] == record["attempt"] for r in same):
+                raise LedgerError(f"{where}: step {record['step']}, attempt {record['attempt']} is recorded twice")
+            self._keep(record)
+        self._head = record["hash"]
 
-    def _count_torn(self, keep: int) -> None:
-        """A release was being recorded when the process died. Whether it was used is unknown, so it is charged."""
-        assert self.path is not None
-        with open(self.path, "r+b") as file:
-            file.truncate(keep)
-            file.flush()
-            os.fsync(file.fileno())
-        step = 1 + max((r["step"] for r in self.records), default=-1)
-        worst = self.header["worst"]
-        self.append(step=step, attempt=0, digest=None, torn=True, **worst)
-        self.repaired = f"the last line of {self.path} was torn; step {step} is counted as released"
+    def _count_torn(self) -> None:
+        """A release was being recorded when the process died. Whether it was used is unknown, so it is charged.
+
+        Nor is it known which step it was (a repeated one, perhaps). Its attempt is set to the largest it can have been,
+        and `fresh_attempt` stays above that for every step: its noise is never drawn again.
+        """
+        attempt = 1 + max((r["attempt"] for r in self.records), default=-1)
+        record = {"step": None, "attempt": attempt, "digest": None, "torn": True, **self.header["worst"]}
+        self._keep(self._write(record))
+        self.repaired = f"the last line of {self.path} was torn; the release that it may stand for is counted"
+
+    # ------------------------------------------------------------------ the releases
 
     @property
     def head(self) -> str:
@@ -129,24 +178,22 @@ class Ledger:
         """Releases charged so far."""
         return len(self.records)
 
-    def append(self, **record: Any) -> None:
-        """Record one release; durable when this returns."""
-        self.records.append(self._write(record))
+    def of_step(self, step: int, *, since: int = 0) -> list[dict[str, Any]]:
+        """What is on record for a step; with `since`, without the first so many lines of the ledger."""
+        return [self.records[i] for i in self._by_step.get(step, ()) if i >= since]
 
-    def _write(self, record: dict[str, Any]) -> dict[str, Any]:
-        record = {**record, "previous": self._head}
-        record["hash"] = _hash(record)
-        if self.path is not None:
-            new = not self.path.exists()
-            with open(self.path, "ab") as file:
-                file.write(json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            if new:
-                sync_folder(self.path.parent)
-        self._lines += 1
-        self._head = record["hash"]
-        return record
+    def fresh_attempt(self, step: int) -> int:
+        """The number of an attempt at this step whose draw and noise were certainly not used before."""
+        return 1 + max([self._torn_attempt, *(r["attempt"] for r in self.of_step(step))])
+
+    def events(self) -> list[Event]:
+        """What the accountant is told: one event per line, equal ones counted together."""
+        settings = [(r["q"], r["sigma"], r.get("max_batch")) for r in self.records]
+        size = self.header["dataset_size"]
+        return [
+            Event(q, sigma, count, max_batch=cap, dataset_size=size if cap is not None else None)
+            for (q, sigma, cap), count in Counter(settings).items()
+        ]
 
     def check_contains(self, count: int, head: str) -> None:
         """Refuse a ledger that was rolled back to before a checkpoint."""
@@ -157,14 +204,123 @@ class Ledger:
                 "to another run. Going on would under-report epsilon. Restore the newer ledger."
             )
 
-    def of_step(self, step: int) -> list[dict[str, Any]]:
-        return [r for r in self.records if r["step"] == step]
+    # ------------------------------------------------------------------ writing
 
-    def events(self) -> list[Event]:
-        """What the accountant is told: one event per line, equal ones counted together."""
-        settings = [(r["q"], r["sigma"], r.get("max_batch")) for r in self.records]
-        size = self.header["dataset_size"]
-        return [
-            Event(q, sigma, count, max_batch=cap, dataset_size=size if cap is not None else None)
-            for (q, sigma, cap), count in Counter(settings).items()
-        ]
+    def append(self, **record: Any) -> None:
+        """Record one release; durable when this returns."""
+        self._keep(self._write(record))
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        if record.get("torn"):
+            self._torn_attempt = max(self._torn_attempt, record["attempt"])
+        else:
+            self._by_step.setdefault(record["step"], []).append(len(self.records))
+        self.records.append(record)
+
+    def _write(self, record: dict[str, Any]) -> dict[str, Any]:
+        record = {**record, "previous": self._head}
+        record["hash"] = _hash(record)
+        if self._file is not None:
+            self._put(_line(record))
+        elif self._why_closed and not record.get("torn"):
+            raise LedgerError(f"nothing can be added to {self.path}: {self._why_closed}")
+        self._head = record["hash"]
+        return record
+
+    def _put(self, line: bytes) -> None:
+        assert self._file is not None and self.path is not None
+        try:
+            size = os.fstat(self._file).st_size
+            if size < self._size or not _same_file(self._file, self.path):
+                raise LedgerError(f"{self.path} was removed, replaced or cut while the run was going on. Put it back.")
+            if size > self._size:  # what an append left that failed or was interrupted: it never returned
+                os.ftruncate(self._file, self._size)
+            rest = line
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise LedgerError(
+                f"a release could not be recorded in {self.path} ({error}), so it was not used: the model has not moved. "
+                "Remove the cause, and go on with the run or resume it."
+            ) from error
+        self._size += len(line)
+
+    def move_to(self, folder: str | os.PathLike[str]) -> None:
+        """Put a ledger that was in memory on disk, where it stays from then on."""
+        assert self.path is None, "already on disk"
+        path = Path(folder) / FILE
+        try:
+            make_folder(path.parent)
+            if path.exists():
+                raise LedgerError(
+                    f"{path} exists: another run's releases are recorded there. Choose another folder, or go on with "
+                    "that run: rgp.resume(folder, model, optimizer, dataset)."
+                )
+            new = path.with_suffix(f".{os.getpid()}.new")
+            with open(new, "wb") as file:
+                file.write(b"".join(map(_line, [self.header, *self.records])))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        except OSError as error:
+            raise LedgerError(
+                f"no ledger can be kept in {folder} ({error}); choose a folder that can be written"
+            ) from error
+        sync_folder(path.parent)
+        self.path = path
+        self._take_over()
+        self._size = path.stat().st_size
+
+    def _take_over(self) -> None:
+        """Become the one who appends: lock the file against other processes, and retire this process's earlier one."""
+        assert self.path is not None
+        key = self.path.resolve()
+        if (earlier := _appending.get(key)) is not None:
+            earlier.close("the run was resumed after this one; go on with that")
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+        except OSError as error:
+            raise LedgerError(f"{self.path} cannot be written ({error}), so no release could be recorded") from error
+        self._closer = weakref.finalize(self, os.close, self._file)
+        _lock(self._file, self.path)
+        _appending[key] = self
+
+    def close(self, why: str = "it was closed") -> None:
+        """Let others append."""
+        if self._file is not None:
+            self._closer()
+            self._file, self._why_closed = None, why
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(handle: int, path: Path) -> None:
+    if fcntl is None:
+        return
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise LedgerError(
+                    f"another process is appending to {path}: one run cannot go on twice. Wait for it, or end it."
+                ) from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return

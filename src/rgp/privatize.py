@@ -50,6 +50,7 @@ def privatize(
     workers: int = 0,
     pin_memory: bool = False,
     public_loss: Callable[[], Tensor] | None = None,
+    probe: bool = True,
 ) -> Run:
     """Make a private training run out of a model, its optimizer and a dataset. Nothing is wrapped or renamed.
 
@@ -83,6 +84,8 @@ def privatize(
     secure_noise: noise from a cryptographic generator, hardened against floating-point attacks; needs rgp[secure].
     folder: where the ledger is kept on disk; without it, in memory.
     public_loss: for source="public": computes a loss of the model on public data.
+    probe: once, before the first release, repeat the model's call with one example replaced, and refuse a model in which
+        that changes another example's activations.
     """
     method = RGP() if method is None else method
     if not isinstance(method, Method):
@@ -125,6 +128,7 @@ def privatize(
         workers=workers,
         pin_memory=pin_memory,
         public_loss=public_loss,
+        probe=probe,
     )
 
 

@@ -25,7 +25,9 @@ def draw(
     """
     indices = np.flatnonzero(streams.generator("sampling", step, attempt).random(size) < rate)
     if max_batch is not None and len(indices) > max_batch:
-        indices = np.sort(streams.generator("sampling", step, attempt, part=1).choice(indices, max_batch, replace=False))
+        indices = np.sort(
+            streams.generator("sampling", step, attempt, part=1).choice(indices, max_batch, replace=False)
+        )
     return indices
 
 

@@ -76,7 +76,11 @@ class Settings:
             "epsilon": None if self.budget is None else self.budget.epsilon,
             "method": self.method,
             "version": __version__,
-            "worst": {**self.charge(worst), "q": max(self.rate(t) for t in range(self.steps)), "sigma": min(self.sigmas)},
+            "worst": {
+                **self.charge(worst),
+                "q": max(self.rate(t) for t in range(self.steps)),
+                "sigma": min(self.sigmas),
+            },
         }
 
 

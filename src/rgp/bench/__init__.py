@@ -1,10 +1,11 @@
 """What a private step costs, in time and in memory, against plain training and against Opacus.
 
 The parent (`harness`) starts one `worker` process for each contender and lets them step in turn, so that only one
-computes at a time and slow drifts of the machine hit all alike. A worker builds the `workload` (model and data), then the
-`contender` (how one logical step is taken), and measures itself. `scaling` repeats that along one axis and fits slopes.
+computes at a time and slow drifts of the machine hit all alike. A worker builds the `workload` (model and data), then
+the `contender` (how one logical step is taken), and measures itself. `scaling` repeats that along one axis and fits
+slopes. `report` and `chart` are for people, `command` is `rgp bench`.
 
-Nothing here imports torch in the parent, and nothing but the contender in question imports Opacus or the engine.
+Only workers compute, and only the contender in question imports Opacus.
 """
 
 from rgp.bench.harness import run_bench

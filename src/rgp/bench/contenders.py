@@ -4,10 +4,10 @@ What makes them comparable:
 - Everyone trains the same parameters (`workloads.freeze_embeddings`) with the same optimizer, from the same weights.
 - The dataset is one logical batch. Private contenders draw from it by Poisson sampling at rate 1, which is
   all of it each time; so everyone works on exactly `batch` examples, cut into micro-batches of exactly `microbatch`.
-- Private contenders clip at 1 and add noise of multiplier 1, drawn by torch's ordinary generator where there is a choice.
+- Private contenders clip at 1 and add noise of multiplier 1.
 - The time of a step runs from asking for its first micro-batch to the end of the optimizer step.
-- After the warm-up step `Contender.trained_parameters` counts what the optimizer really holds state for, and the harness
-  says so if contenders differ.
+- After the warm-up step `Contender.trained_parameters` counts what the optimizer really holds state for, and the
+  report says so if contenders differ.
 
 `bound` is no training method: it is the cost of forward and backward without any weight gradient, below
 which nothing that trains by backpropagation can get.

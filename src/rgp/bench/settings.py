@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 CONTENDERS = ("rgp", "plain", "bound", "opacus-ghost", "opacus-hooks", "dpsgd")
+MODELS = ("bert-base", "minilm", "toy")
+MODEL_PATTERN = re.compile(r"wrn\d+-\d+|stack:\d+|[\w.]+:\w+")
 WARM_UP_STEPS = 1
-DEFAULT_RANK = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class Settings:
     """Examples that go through the model at once; divides `batch`."""
     seq: int = 128
     """Tokens per example, for text models."""
-    rank: int = DEFAULT_RANK
+    rank: int = 8
     """Columns of L and rows of R."""
     sides: str = "both"
     """Carriers that take gradients: both, left, right or alternate."""
@@ -45,6 +48,11 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not (self.model in MODELS or MODEL_PATTERN.fullmatch(self.model) or Path(self.model).is_dir()):
+            raise ValueError(
+                f"model={self.model!r} is not known: take {', '.join(MODELS)}, wrn16-4, wrn28-4, the path of a folder "
+                "with a Hugging Face model, or module:function"
+            )
         for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

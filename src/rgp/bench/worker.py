@@ -40,8 +40,10 @@ def serve(name: str, settings: Settings, requests: TextIO) -> Iterator[dict[str,
         contender.step()
     yield {
         "trained_parameters": contender.trained_parameters(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
+        "machine": {
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "torch": torch.__version__,
+        },
     }
     for request in map(json.loads, requests):
         if request == "step":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,17 +69,12 @@ def build(settings: Settings) -> Workload:
         workload = stack(settings, width=int(name.removeprefix("stack:")))
     elif name in HUGGING_FACE:
         workload = hugging_face(settings, HUGGING_FACE[name])
-    elif re.fullmatch(r"wrn\d+-\d+", name):
-        workload = wide_resnet(settings)
     elif Path(name).is_dir():
         workload = hugging_face_folder(settings)
-    elif re.fullmatch(r"[\w.]+:\w+", name):
+    elif ":" in name:
         workload = from_user(settings)
     else:
-        raise ValueError(
-            f"model={name!r} is not known: take {', '.join(HUGGING_FACE)}, wrn16-4, wrn28-4, toy, "
-            "the path of a folder with a Hugging Face model, or module:function"
-        )
+        workload = wide_resnet(settings)
     if len(workload.dataset) != settings.batch:  # type: ignore[arg-type]
         raise ValueError(
             f"the dataset of model={name!r} has {len(workload.dataset)} examples and must have "  # type: ignore[arg-type]
@@ -124,7 +118,9 @@ def hugging_face_folder(settings: Settings) -> Workload:
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(settings.model, num_labels=2, local_files_only=True)
-    return text_workload(model.float(), settings, model.config.vocab_size)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float().clone()  # or it stays on disk, mapped, until it is touched
+    return text_workload(model, settings, model.config.vocab_size)
 
 
 def text_workload(model: nn.Module, settings: Settings, vocabulary: int) -> Workload:

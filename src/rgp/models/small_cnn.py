@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,11 +24,11 @@ class SmallCNN(nn.Module):
         if width % groups:
             raise ValueError(f"width={width} must be a multiple of groups={groups}")
         channels = [in_channels, width, 2 * width, 4 * width]
-        self.convs = nn.ModuleList(nn.Conv2d(c, d, 3, padding=1) for c, d in zip(channels, channels[1:]))
+        self.convs = nn.ModuleList(nn.Conv2d(c, d, 3, padding=1) for c, d in pairwise(channels))
         self.norms = nn.ModuleList(nn.GroupNorm(groups, d) for d in channels[1:])
         self.head = nn.Linear(channels[-1], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        for conv, norm in zip(self.convs, self.norms):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
             x = F.max_pool2d(F.relu(norm(conv(x))), 2)
         return self.head(x.mean(dim=(2, 3)))

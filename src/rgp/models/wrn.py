@@ -30,9 +30,11 @@ class StandardizedConv2d(nn.Conv2d):
 
 
 class Block(nn.Module):
-    """norm, relu, conv, norm, relu, conv, and around them a shortcut: the identity, or a 1x1 convolution where the shape changes."""
+    """Twice (norm, relu, conv), and a shortcut: the identity, or a 1x1 convolution where the shape changes."""
 
-    def __init__(self, norm1: nn.Module, conv1: nn.Module, norm2: nn.Module, conv2: nn.Module, shortcut: nn.Module | None):
+    def __init__(
+        self, norm1: nn.Module, conv1: nn.Module, norm2: nn.Module, conv2: nn.Module, shortcut: nn.Module | None
+    ):
         super().__init__()
         self.norm1, self.conv1 = norm1, conv1
         self.norm2, self.conv2 = norm2, conv2

@@ -85,10 +85,50 @@ def add_channels(capture, y, bias):
     return _by_channel(capture, lambda x: x * 1, y, None, bias)
 
 
+class _GroupNorm(torch.autograd.Function):
+    """Examples are folded into channels for the backward kernel, whose sums over "the batch" are then per example."""
+
+    @staticmethod
+    def forward(ctx, x, groups, weight, bias, eps, slot_w, slot_b, m):
+        N, C = x.shape[:2]
+        x = x.contiguous()
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, N, C, x.shape[2:].numel(), groups, eps)
+        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.groups, ctx.slots, ctx.m = groups, (slot_w, slot_b), m
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x, mean, rstd, weight = ctx.saved_tensors
+        (N, C), positions = x.shape[:2], x.shape[2:].numel()
+        slot_w, slot_b = ctx.slots
+        wanted = [ctx.needs_input_grad[0], slot_w is not None, slot_b is not None]
+        dx, dw, db = _aten.native_group_norm_backward(
+            g.contiguous().view(1, N * C, positions),
+            x.view(1, N * C, positions),
+            mean.view(1, -1),
+            rstd.view(1, -1),
+            None if weight is None else weight.to(x.dtype).repeat(N),
+            1,
+            N * C,
+            positions,
+            N * ctx.groups,
+            wanted,
+        )
+        for slot, sums in ((slot_w, dw), (slot_b, db)):
+            if slot is not None:
+                slot.add_dense(by_example(sums.view(N, C), ctx.m, 1, slot).sum(1))
+        return None if dx is None else dx.view(x.shape), None, None, None, None, None, None, None
+
+
 @rule(F.group_norm)
 def group_norm(capture, func, args, kwargs):
     def call(input, num_groups, weight=None, bias=None, eps=1e-5):
-        return _by_channel(capture, lambda x: F.group_norm(x, num_groups, None, None, eps), input, weight, bias)
+        slots = capture.slot(weight), capture.slot(bias)
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.float()
+        return _GroupNorm.apply(input, num_groups, weight, bias, eps, *slots, capture.examples)
 
     return call(*args, **kwargs)
 

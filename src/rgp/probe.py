@@ -1,0 +1,108 @@
+"""The probe: does each example stay in its own rows? Asked once per run, before anything is released.
+
+Per-example gradients rest on knowing which rows of an activation belong to which example, and clipping rests on no row
+depending on another example. Shapes cannot always tell: with as many positions as examples, a layout with positions
+first looks just like one with examples first. So the model's first call is repeated with one example replaced by another:
+in every operation that meets a trained parameter, all other examples' rows must come out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rgp.errors import UnsupportedError
+from rgp.torchstate import forked_rng
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Recorder:
+    """Keeps the arguments of the model's next call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.call: Call | None = None
+        self._hook = model.register_forward_pre_hook(self._keep, with_kwargs=True)
+
+    def _keep(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.call = (args, kwargs)
+        self.remove()
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+
+def check_examples_apart(model: nn.Module, call: Call, m: int, names: Mapping[int, str], seed: int) -> bool:
+    """Raise if replacing one example changes another's rows; `names` maps ids of trained parameters to names.
+
+    Returns False if the call cannot tell: its examples are all alike, or none of its tensors has them first.
+    """
+    swapped = _swap(call, m)
+    if swapped is None:
+        return False
+    before, after = _fingerprints(model, call, m, names, seed), _fingerprints(model, swapped, m, names, seed)
+    for (name, a, limit), (_, b, _) in zip(before, after, strict=False):
+        moved = (a - b).abs()[1:] > limit * (1 + a[:, 1:2].abs()[1:])
+        if bool(moved.any()):
+            raise UnsupportedError(
+                f"at parameter {name!r} an example's activations changed when only another example of the batch was replaced. "
+                "Either the model mixes the examples of a batch (then no clipping bounds one example's influence), or its "
+                "activations do not have the examples in their first dimension (batch_first=True in nn.Transformer and "
+                "nn.MultiheadAttention). Nothing was released. See docs/pitfalls.md."
+            )
+    return True
+
+
+def _swap(call: Call, m: int) -> Call | None:
+    """The call with example 0 replaced by another that differs from it."""
+
+    def batched(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == m
+
+    tensors = [leaf for leaf in tree_leaves(call) if batched(leaf)]
+    other = next((k for k in range(1, m) if any(not torch.equal(t[0], t[k]) for t in tensors)), None)
+    if other is None:
+        return None
+
+    def swap(leaf: Any) -> Any:
+        return torch.cat([leaf[other : other + 1], leaf[1:]]) if batched(leaf) else leaf
+
+    return tree_map(swap, call)
+
+
+class _Watch(TorchFunctionMode):
+    """Per-example sums of every result that a trained parameter had a part in."""
+
+    def __init__(self, m: int, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.m, self.names = m, names
+        self.seen: list[tuple[str, Tensor, float]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = next((self.names[id(a)] for a in (*args, *kwargs.values()) if id(a) in self.names), None)
+        if name is not None:
+            y = result[0] if isinstance(result, tuple) and result else result
+            if func is F.multi_head_attention_forward and y.dim() == 3:
+                y = y.transpose(0, 1)
+            if isinstance(y, Tensor) and y.is_floating_point() and y.dim() and len(y) and len(y) % self.m == 0:
+                rows = y.detach().reshape(self.m, -1).double()
+                weights = torch.cos(torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device))
+                sums = torch.stack([rows @ weights, rows.abs().sum(1)], dim=1)
+                self.seen.append((name, sums, TOLERANCE.get(y.dtype, 1e-2)))
+        return result
+
+
+def _fingerprints(model: nn.Module, call: Call, m: int, names: Mapping[int, str], seed: int):
+    args, kwargs = call
+    with torch.no_grad(), forked_rng(seed), _Watch(m, names) as watch:
+        model(*args, **kwargs)
+    return watch.seen

@@ -1,0 +1,10 @@
+"""One thread (the machine is shared, and small models gain nothing from more), and the table of measured errors."""
+
+import helpers
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_sessionfinish() -> None:
+    helpers.write_errors()
