@@ -6,16 +6,20 @@ from rgp.checking import check
 from rgp.engine import Run
 from rgp.errors import LedgerError, UnsupportedError, WrongUseError
 from rgp.fixing import fix
-from rgp.methods import DPSGD, RGP
+from rgp.methods import DPSGD, RGP, BiTFiT, LinearProbe, NonPrivate, RGPRandom
 from rgp.plan import Plan, make_plan
 from rgp.privatize import privatize
 
 __all__ = [
     "DPSGD",
     "RGP",
+    "BiTFiT",
     "Budget",
     "LedgerError",
+    "LinearProbe",
+    "NonPrivate",
     "Plan",
+    "RGPRandom",
     "Run",
     "UnsupportedError",
     "WrongUseError",

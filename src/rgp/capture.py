@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
@@ -67,6 +68,11 @@ class Capture(TorchFunctionMode):
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             if not self.in_backward:
                 raise WrongUseError("call run.step(loss) in place of loss.backward(): it runs the backward pass itself")
+            if func is torch.autograd.backward and kwargs.get("inputs") is None:
+                # a mode steps aside for the call that it handles, but activation checkpoints recompute inside this one
+                edges = [get_gradient_edge(t) if isinstance(t, Tensor) else t for t in args[0]]
+                with self:
+                    return func(edges, **kwargs)
         elif func == _GRAD:
             _refuse_gradient_clipping()
         if self.examples is None or not torch.is_grad_enabled():

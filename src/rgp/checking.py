@@ -76,7 +76,7 @@ def check(
     if double:
         batch = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
     layout = _captured(model, batch, loss_fn, method, m, loss_reduction)
-    errors = {name: 0.0 for name in layout}
+    errors = dict.fromkeys(layout, 0.0)
     for i in range(m):
         one = tree_map(lambda t, i=i: t[i : i + 1] if isinstance(t, Tensor) and t.dim() and len(t) == m else t, batch)
         model.zero_grad(set_to_none=True)
@@ -115,7 +115,7 @@ def _captured(model, batch, loss_fn, method, m, loss_reduction):
     capture.in_backward = True
     with capture:
         loss = loss_fn(model, batch)
-        loss.backward(torch.full_like(loss, m if loss_reduction == "mean" else 1))
+        torch.autograd.backward(loss, torch.full_like(loss, m if loss_reduction == "mean" else 1))
     layout = {}
     for name, slot in slots.items():
         if isinstance(slot, DeferredSlot):

@@ -16,6 +16,7 @@ from torch import Tensor
 from rgp.slots import DeferredSlot, Slot
 
 BLOCK = 256  # columns summed in the buffer's own precision; sums of blocks are float64
+CANCELLING = 100  # terms of one example that exceed its clipped sum by this are summed apart
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,43 @@ class Gradients:
             if not slot.used and not isinstance(slot, DeferredSlot):
                 rows[:, self.where[slot.entry.name]] = 0  # not used in this micro-batch: no gradient, not a stale one
         squares = squared_norms(rows)
-        for slot in deferred:
-            squares = squares + slot.squared_norms()
-        finite = squares.isfinite()
-        factors = clip_factors(squares, clip).to(self._dtype)
-        if not bool(finite.all()):
-            rows[~finite] = 0
         if self._total is None:
             self._total = torch.zeros(self._size, dtype=self._dtype, device=self._device)
+        if deferred:
+            squares = self._add_deferred(deferred, squares, clip)
+        finite = squares.isfinite()
+        factors = clip_factors(squares, clip, self._dtype)
+        if not bool(finite.all()):
+            rows[~finite] = 0
         self._total[: self._columns].addmv_(rows.T, factors)
-        for slot in deferred:
-            slot.add_weighted_sum(factors, self._total[self.where[slot.entry.name]])
         self._examples += len(rows)
         self._bad += int((~finite).sum())
+
+    def _add_deferred(self, deferred: list[DeferredSlot], squares: Tensor, clip: float | None) -> Tensor:
+        """Add the deferred slots' clipped sums, given the squared norms of the rest; returns those of everything."""
+        assert self._total is not None
+        rest, magnitude = squares, torch.zeros_like(squares)
+        for slot in deferred:
+            more, terms = slot.squared_norms()
+            squares, magnitude = squares + more, magnitude + terms
+        factors = clip_factors(squares, clip, self._dtype)
+        left_out = ~squares.isfinite()
+        if clip is not None:
+            # terms far above C that cancel would, while they are summed, round away what other examples gave
+            cancelling = ~left_out & (factors.double() * magnitude > CANCELLING * clip)
+            for i in cancelling.nonzero().flatten().tolist():
+                formed = [slot.gradient(i).to(self._dtype).flatten() * slot.entry.scale for slot in deferred]
+                squares[i] = rest[i] + torch.stack([g.double().square().sum() for g in formed]).sum()
+                factor = clip_factors(squares[i], clip, self._dtype)
+                for slot, gradient in zip(deferred, formed, strict=True):
+                    if factor > 0:
+                        self._total[self.where[slot.entry.name]] += factor * gradient
+            left_out |= cancelling
+        for slot in deferred:
+            if bool(left_out.any()):
+                slot.drop(left_out)
+            slot.add_weighted_sum(factors, self._total[self.where[slot.entry.name]])
+        return squares
 
     def take(self, sensitivity: float) -> ClippedSum:
         """The logical batch's sum; zeros if it had no example."""
@@ -119,8 +144,8 @@ def squared_norms(rows: Tensor) -> Tensor:
     return squares
 
 
-def clip_factors(squares: Tensor, clip: float | None) -> Tensor:
-    """min(1, clip / norm); 0 where the norm is not finite."""
-    norms = squares.sqrt()
-    factors = torch.ones_like(norms) if clip is None else (clip / norms).clamp_max(1.0)
-    return torch.where(squares.isfinite(), factors, torch.zeros_like(factors))
+def clip_factors(squares: Tensor, clip: float | None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """min(1, clip / norm), less what rounding can add; 0 where the norm is not finite or too large for a factor."""
+    norms, info = squares.sqrt(), torch.finfo(dtype)
+    factors = torch.ones_like(norms) if clip is None else (clip * (1 - 16 * info.eps) / norms).clamp_max(1.0)
+    return torch.where(squares.isfinite() & (factors >= info.tiny), factors, torch.zeros_like(factors)).to(dtype)

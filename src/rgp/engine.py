@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from rgp import accounting, rules
-from rgp._version import __version__
 from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.clipping import ClippedSum, Gradients
@@ -32,11 +32,11 @@ from rgp.noise import NoiseSource
 from rgp.plan import Plan
 from rgp.probe import Recorder, check_examples_apart
 from rgp.reconstruct import rebuild
-from rgp.sampling import Schedule, cut, draw
+from rgp.sampling import Schedule, Seeded, cut, draw
 from rgp.settings import Settings
 from rgp.slots import CarriedSlot, Slot, make_slot
 from rgp.streams import Streams
-from rgp.torchstate import forked_rng, momentum_of, remove_mode
+from rgp.torchstate import Watch, forked_rng, kept_rng, momentum_of, remove_mode
 
 
 class Run:
@@ -90,8 +90,13 @@ class Run:
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
         self.step_index = 0  # logical steps taken
-        self._attempt = 0  # how often this step's draw was replaced by a fresh one, see _record
-        self._replays = noise.replayable  # whether a step on record can be computed again to the bit
+        self._attempt = 0  # which draw of this step is being worked on, see _attempts
+        self._discarded = 0  # draws of this step that were on record and came out differently, see _record
+        self._replay_from = 0  # lines of the ledger before this one are not computed again, see rgp.resume
+        self._allowed = 0  # releases that are known to fit in the budget
+        self._failed = False  # whether run.step did not get through
+        self._secret_file: Path | None = None  # where rgp.checkpoint keeps the secret of the streams
+        self._watch = Watch(model)
         self._started = False  # whether carriers and layout of this step are in place
         self._waiting: int | None = None  # examples of the micro-batch that waits for its loss
         self._last = False  # whether that micro-batch ends the logical batch
@@ -109,22 +114,25 @@ class Run:
         if self._closed:
             raise WrongUseError("this run is closed; make a new one with privatize, or rgp.resume a saved one")
         self._leave()
+        self._drop_partial()
+        self._failed = False
         self._iterator = token = object()
         return self._batches(token)
 
     def _batches(self, token: object) -> Iterator[Any]:
         try:
-            loader, attempt = None, None
+            loader = None
             while not self.finished:
                 self._begin_step()
-                step, parts = self.step_index, self._microbatches(self.step_index)
+                step, discarded, parts = self.step_index, self._discarded, self._microbatches(self.step_index)
                 if not parts:
                     self._end_step()
                     continue
-                if loader is None or attempt != self._attempt:
-                    loader, attempt = self._loader(), self._attempt
+                if loader is None or discarded:
+                    loader = self._loader()
                 for i, part in enumerate(parts):
-                    batch = next(loader)
+                    with kept_rng():
+                        batch = next(loader)
                     self._enter(len(part), last=i + 1 == len(parts), part=i)
                     yield batch
                     if token is not self._iterator:
@@ -133,8 +141,14 @@ class Run:
                         raise WrongUseError(
                             "the next batch was asked for before run.step(loss) was called for the last one"
                         )
+                    if self._failed:
+                        raise WrongUseError(
+                            "run.step failed for the last batch, and the loop went on. A batch cannot be left out, or "
+                            "one example would decide over others. Start the loop again, `for batch in run`: the step "
+                            "is repeated."
+                        )
                     self._leave()
-                assert self.step_index > step or self._attempt != attempt, "the last micro-batch ends its step"
+                assert self.step_index > step or self._discarded > discarded, "the last micro-batch ends its step"
         finally:
             if token is self._iterator:
                 self._leave()
@@ -152,11 +166,18 @@ class Run:
             raise WrongUseError("run.step was called twice for one batch, or outside `for batch in run`")
         weights = self._loss_weights(loss, m)
         last = self._last
+        self._failed = True
         try:
             self._probe(m)
+            if any(slot.used for slot in self._slots.values()):
+                raise WrongUseError(
+                    "a backward pass was run on this batch before run.step(loss), by torch.autograd.grad or "
+                    "torch.autograd.backward: it would count twice. Call run.step(loss) in place of it."
+                )
             self._capture.in_backward = True
-            loss.backward(weights)
+            torch.autograd.backward(loss, weights)
             self._check_captured()
+            self._watch.check()
             self._gradients.clip_and_add(self.settings.clip(self.step_index))
         except BaseException:
             self._drop_partial()
@@ -168,6 +189,7 @@ class Run:
         self._never_used -= {name for name in self._never_used if self._slots[name].used}
         if last:
             self._end_step()
+        self._failed = False
         return last
 
     @property
@@ -176,16 +198,22 @@ class Run:
         if self.step_index >= self.settings.steps:
             return True
         spare = self.settings.steps - self.step_index
-        if self.settings.budget is None or self.ledger.count + spare <= self.settings.steps:
+        budget = self.settings.budget
+        if budget is None or self.ledger.count + spare <= self.settings.steps or self.ledger.count < self._allowed:
             return False
         # releases were charged twice after a crash: the plan no longer bounds epsilon, so ask
-        events = [*self.ledger.events(), self.settings.event(self.step_index)]
-        budget = self.settings.budget
-        if accounting.epsilon(events, delta=self.settings.delta, accountant=budget.accountant) <= budget.epsilon:
+        if self._discarded + 1 < len(self._attempts(self.step_index)):
+            return False  # this one is on record and paid for
+        ask: dict[str, Any] = {"epsilon": budget.epsilon, "delta": self.settings.delta, "accountant": budget.accountant}
+        spent = self.ledger.events()
+        more = accounting.affordable_steps(self.settings.worst_event(), at_most=spare, spent=spent, **ask)
+        more = more or accounting.affordable_steps(self.settings.event(self.step_index), at_most=1, spent=spent, **ask)
+        self._allowed = self.ledger.count + more
+        if more:
             return False
         warnings.warn(
-            f"the budget of epsilon {budget.epsilon} is spent after {self.step_index} of {self.settings.steps} steps, because "
-            "releases were charged twice after a crash. Training stops here."
+            f"the budget of epsilon {budget.epsilon} is spent after {self.step_index} of {self.settings.steps} steps, "
+            "because releases were charged twice after a crash. Training stops here."
         )
         return True
 
@@ -233,6 +261,9 @@ class Run:
         self._drop_partial()
         self._iterator = None
         self._closed = True
+        if self._secret_file is not None and self.finished:
+            self._secret_file.unlink(missing_ok=True)
+        self.ledger.close()
         self._guard.remove()
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(self._required_grad[name])
@@ -257,7 +288,7 @@ class Run:
         if self._started:
             return
         self._verify()
-        self._attempt = max(self._attempt, self._first_attempt(self.step_index))
+        self._attempt = self._attempts(self.step_index)[self._discarded]
         method = self.plan.method
         groups: dict[tuple[Any, ...], list[CarriedSlot]] = {}
         for name, slot in self._slots.items():
@@ -309,7 +340,7 @@ class Run:
         clipped = self._gradients.take(self.settings.sensitivity(step))
         noisy = self._add_noise(clipped)
         if not self._record(noisy):
-            self._attempt += 1
+            self._discarded += 1
             self._started = False
             return
         self.bad_examples += clipped.bad_examples
@@ -324,7 +355,7 @@ class Run:
         if self.scheduler is not None:
             self.scheduler.step()
         self.step_index += 1
-        self._attempt = 0
+        self._discarded = 0
         self._started = False
 
     def _add_noise(self, clipped: ClippedSum) -> Tensor:
@@ -375,19 +406,20 @@ class Run:
 
     def _microbatches(self, step: int) -> list[list[int]]:
         settings = self.settings
-        attempt = self._attempt if step == self.step_index else self._first_attempt(step)
+        attempt = self._attempt if step == self.step_index else self._attempts(step)[0]
         rate, cap = settings.rate(step), settings.max_batch
         indices = draw(self._streams, step, settings.dataset_size, rate, attempt=attempt, max_batch=cap)
         return cut(indices, settings.microbatch_size)
 
-    def _first_attempt(self, step: int) -> int:
-        """0, or past all recorded ones where a recorded release cannot be computed again to the bit."""
-        return 0 if self._replays else len(self.ledger.of_step(step))
+    def _attempts(self, step: int) -> list[int]:
+        """The draws to try for a step, in order: those on record that can be computed again, then one never used."""
+        recorded = self.ledger.of_step(step, since=self._replay_from) if self._noise.replayable else []
+        return [*(r["attempt"] for r in recorded), self.ledger.fresh_attempt(step)]
 
     def _loader(self) -> Iterator[Any]:
-        schedule = Schedule(self._microbatches, self.step_index, self.settings.steps)
+        schedule = Schedule(self._microbatches, self.step_index, self.settings.steps, seed=self._streams.loading_seed)
         generator = torch.Generator().manual_seed(self._streams.torch_seed(self.step_index, part=2**32))
-        return iter(DataLoader(self.dataset, batch_sampler=schedule, generator=generator, **self._loading))
+        return iter(DataLoader(Seeded(self.dataset), batch_sampler=schedule, generator=generator, **self._loading))
 
     # ------------------------------------------------------------------ capture on and off
 
@@ -400,6 +432,7 @@ class Run:
         self._forked.__enter__()
         self._capture.begin(m)
         self._capture.__enter__()
+        self._watch.start()
 
     def _quiet(self) -> None:
         """Capture off; its guard against foreign backward passes stays until the loop goes on."""

@@ -100,8 +100,8 @@ class Ledger:
         path = Path(folder) / FILE
         if not path.exists():
             raise LedgerError(
-                f"{path} is missing. Without it nobody knows what was released, so the run cannot go on and has no epsilon. "
-                "Put the file back, or start a new run in a new folder."
+                f"{path} is missing. Without it nobody knows what was released, so the run cannot go on and has no "
+                "epsilon. Put the file back, or start a new run in a new folder."
             )
         self = cls.__new__(cls)
         self._clear()
@@ -121,8 +121,8 @@ class Ledger:
         whole, newline, torn = data.rpartition(b"\n")
         if not newline:
             raise LedgerError(
-                f"{self.path} has no complete line: its first line, which describes the run, is written before any release. "
-                "If no checkpoint lies next to it, nothing was released: delete it and start again."
+                f"{self.path} has no complete line: its first line, which describes the run, is written before any "
+                "release. If no checkpoint lies next to it, nothing was released: delete it and start again."
             )
         lines = whole.split(b"\n")
         if not torn and len(lines) > 1 and not _is_json(lines[-1]):
@@ -142,8 +142,8 @@ class Ledger:
             raise LedgerError(f"{where} is not a ledger line ({error}). Restore the file from a copy.") from error
         if not right:
             raise LedgerError(
-                f"{where} does not fit the line before it: it was edited, repeated, moved, or a line is missing. Epsilon is "
-                "not computed from a damaged ledger. Restore the file from a copy."
+                f"{where} does not fit the line before it: it was edited, repeated, moved, or a line is missing. "
+                "Epsilon is not computed from a damaged ledger. Restore the file from a copy."
             )
         if number == 1:
             if record.get("ledger") != FORMAT:
@@ -200,8 +200,8 @@ class Ledger:
         held = self.header["hash"] if count == 0 else (self.records[count - 1]["hash"] if count <= self.count else None)
         if held != head:
             raise LedgerError(
-                f"the checkpoint knows {count} releases, and {self.path} does not hold them: it is an older copy or belongs "
-                "to another run. Going on would under-report epsilon. Restore the newer ledger."
+                f"the checkpoint knows {count} releases, and {self.path} does not hold them: it is an older copy or "
+                "belongs to another run. Going on would under-report epsilon. Restore the newer ledger."
             )
 
     # ------------------------------------------------------------------ writing
@@ -241,8 +241,8 @@ class Ledger:
             os.fsync(self._file)
         except OSError as error:
             raise LedgerError(
-                f"a release could not be recorded in {self.path} ({error}), so it was not used: the model has not moved. "
-                "Remove the cause, and go on with the run or resume it."
+                f"a release could not be recorded in {self.path} ({error}), so it was not used: the model has not "
+                "moved. Remove the cause, and go on with the run or resume it."
             ) from error
         self._size += len(line)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 Treatment = Literal["carried", "exact", "frozen"]
-Kind = Literal["matrix", "head", "bias", "norm", "embedding", "token", "other"]
+Kind = Literal["matrix", "head", "bias", "head_bias", "norm", "embedding", "token", "other"]
 
 SIDES = ("both", "left", "right", "alternate")
 SOURCES = ("history", "weight", "random", "momentum", "public")
@@ -78,6 +78,7 @@ class RGP(Method):
         "matrix": "carried",
         "head": "exact",
         "bias": "exact",
+        "head_bias": "exact",
         "norm": "exact",
         "embedding": "frozen",
         "token": "frozen",
@@ -118,3 +119,38 @@ class DPSGD(Method):
     """Every trained parameter exact: differentially private SGD (Abadi et al. 2016), in its cheap form."""
 
     treatments: ClassVar[Mapping[str, Treatment]] = {**RGP.treatments, "matrix": "exact"}
+
+
+@dataclass(frozen=True)
+class RGPRandom(RGP):
+    """RGP with random orthonormal carriers: the control that every claim about a subspace needs."""
+
+    source: str = "random"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source != "random":
+            raise ValueError(f"RGPRandom has random carriers by definition; got source={self.source!r}, use rgp.RGP for it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearProbe(Method):
+    """Only the classification head, exact; its bias too."""
+
+    treatments: ClassVar[Mapping[str, Treatment]] = {
+        **dict.fromkeys(RGP.treatments, "frozen"),
+        "head": "exact",
+        "head_bias": "exact",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiTFiT(Method):
+    """Biases and the classification head (Bu et al. 2022); all other weights frozen."""
+
+    treatments: ClassVar[Mapping[str, Treatment]] = {**LinearProbe.treatments, "bias": "exact"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonPrivate(DPSGD):
+    """Everything trained, nothing protected: for comparison. Runs with noise_multiplier=0 and clip=None only."""

@@ -4,8 +4,8 @@ Each use keeps the operands of its operation. |G_i|^2 comes either from Gram mat
 sum_ts (left_t . left_s)(right_t . right_s), T^2 (p + d) multiply-adds) or from forming G_i a few examples at a time
 (T p d multiply-adds), whichever is fewer. The clipped sum is one product over all examples.
 
-The Gram form cancels: rounding errors are relative to (sum_t |left_t||right_t|)^2, which may be far above |G_i|^2. That
-much times the unit roundoff is added, so that a norm is never reported too small and the sensitivity never rests on luck.
+Terms may cancel: the rounding errors of |G_i| and of the released sum are relative to |left||right|, which may be far
+above |G_i|. `widened` adds them to the norm: it is never reported too small, and the sensitivity never rests on luck.
 """
 
 from __future__ import annotations
@@ -18,23 +18,36 @@ from torch import Tensor
 BLOCK_BYTES = 64 << 20  # per-example gradients formed at a time
 
 
-def zero_unless(mask: Tensor, x: Tensor) -> Tensor:
-    """x with the rows of examples outside the mask set to exactly zero."""
-    return torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device))
+def without(bad: Tensor, x: Tensor) -> Tensor:
+    """A copy of x with the rows of bad examples zero: 0 times NaN would not be."""
+    return x.masked_fill(bad.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def times(factors: Tensor, x: Tensor) -> Tensor:
+    """Every example's rows times its factor, which must not be rounded to bfloat16: it may only get smaller."""
+    return at_least_float32(x) * factors.view(-1, *[1] * (x.dim() - 1))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Under autocast operands are bfloat16: norms, clip factors and sums of them are not."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def outer_squared_norms(left: Tensor, right: Tensor) -> Tensor:
     """|sum_t left_t right_t^T|^2 per example, float64; left (m, T, p), right (m, T, d)."""
+    left, right = at_least_float32(left), at_least_float32(right)
+    info = torch.finfo(left.dtype)
     m, T, p = left.shape
     d = right.shape[2]
     if T == 1:
         return left[:, 0].double().square().sum(1) * right[:, 0].double().square().sum(1)
     if T * (p + d) < p * d:
         gram_left, gram_right = torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2))
-        sizes = gram_left.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() * gram_right.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
         squares = (gram_left * gram_right).sum((1, 2), dtype=torch.float64)
-        slack = 4 * torch.finfo(left.dtype).eps * sizes.sum(1, dtype=torch.float64).square()
-        return squares.clamp_min(0) + slack
+        a, b = size(left).square(), size(right).square()
+        rounded = 4 * (p + d) ** 0.5 * info.eps * a * b  # errors of the inner products, were they all to add up
+        underflown = T * info.tiny * (p * b + d * a + T)
+        return squares.clamp_min(0) + rounded + underflown
     block = max(1, BLOCK_BYTES // (p * d * left.element_size()))
     return torch.cat(
         [
@@ -42,6 +55,25 @@ def outer_squared_norms(left: Tensor, right: Tensor) -> Tensor:
             for i in range(0, m, block)
         ]
     )
+
+
+def size(x: Tensor) -> Tensor:
+    """|x_i| of every example, float64, never 0; inf where a product with it could leave the range of normal numbers."""
+    x = at_least_float32(x).flatten(1)
+    info = torch.finfo(x.dtype)
+    sizes = torch.linalg.vector_norm(x, dim=1).double() + (x.shape[1] * info.tiny) ** 0.5
+    return sizes.masked_fill(sizes > 0.05 * info.max**0.5, float("inf"))
+
+
+def widened(squares: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
+    """(|G_i| + rounding)^2, where G_i is a sum of terms whose norms sum to at most `magnitude`.
+
+    The rounding is that of forming |G_i|, and of the released sum while it holds some of the terms: up to 512 terms of
+    other examples are added meanwhile (the depth of a block in matrix products).
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    steps = 4 if terms == 1 else terms + 512
+    return (squares.sqrt() + steps * torch.finfo(wide).eps * magnitude).square()
 
 
 class OuterUse:
@@ -53,19 +85,19 @@ class OuterUse:
     def squared_norms(self) -> Tensor:
         return outer_squared_norms(self.left, self.right)
 
+    def magnitude(self) -> tuple[Tensor, int]:
+        return size(self.left) * size(self.right), self.left.shape[1]
+
     def gradient(self, i: int) -> Tensor:
-        return (self.left[i].T @ self.right[i]).view(self.shape)
+        return (at_least_float32(self.left[i]).T @ at_least_float32(self.right[i])).view(self.shape)
+
+    def drop(self, bad: Tensor) -> None:
+        self.left, self.right = without(bad, self.left), without(bad, self.right)
 
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
-        mask = factors != 0
-        weighted = zero_unless(mask, self.left) * factors.to(self.left.dtype).view(-1, 1, 1)
-        right = self.right if bool(mask.all()) else zero_unless(mask, self.right)
-        product = (weighted.flatten(0, 1).T, right.flatten(0, 1))
-        matrix = total.view(self.left.shape[2], self.right.shape[2])
-        if matrix.dtype == weighted.dtype:
-            matrix.addmm_(*product)
-        else:
-            matrix.add_(product[0] @ product[1])
+        left = times(factors, self.left).flatten(0, 1)
+        right = self.right.to(left.dtype).flatten(0, 1)
+        total.view(left.shape[1], right.shape[1]).addmm_(left.T, right)
 
 
 class DenseUse:
@@ -77,12 +109,17 @@ class DenseUse:
     def squared_norms(self) -> Tensor:
         return self.gradients.flatten(1).double().square().sum(1)
 
+    def magnitude(self) -> tuple[Tensor, int]:
+        return size(self.gradients), 1
+
     def gradient(self, i: int) -> Tensor:
         return self.gradients[i]
 
+    def drop(self, bad: Tensor) -> None:
+        self.gradients = without(bad, self.gradients)
+
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
-        kept = zero_unless(factors != 0, self.gradients).flatten(1)
-        total.add_(factors.to(kept.dtype) @ kept)
+        total.addmv_(self.gradients.flatten(1).to(total.dtype).T, factors)
 
 
 class EmbeddingUse:
@@ -99,9 +136,17 @@ class EmbeddingUse:
 
         return torch.stack([rows(i).square().sum() for i in range(len(self.g))])
 
+    def magnitude(self) -> tuple[Tensor, int]:
+        T = self.g.shape[1]
+        return T**0.5 * size(self.g), T
+
     def gradient(self, i: int) -> Tensor:
-        return self.g.new_zeros(self.shape).index_add_(0, self.ids[i], self.g[i])
+        g = at_least_float32(self.g[i])
+        return g.new_zeros(self.shape).index_add_(0, self.ids[i], g)
+
+    def drop(self, bad: Tensor) -> None:
+        self.g = without(bad, self.g)
 
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
-        weighted = zero_unless(factors != 0, self.g) * factors.to(self.g.dtype).view(-1, 1, 1)
-        total.view(self.shape).index_add_(0, self.ids.flatten(), weighted.flatten(0, 1).to(total.dtype))
+        weighted = times(factors, self.g).flatten(0, 1).to(total.dtype)
+        total.view(self.shape).index_add_(0, self.ids.flatten(), weighted)

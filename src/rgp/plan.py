@@ -203,6 +203,8 @@ def _kinds(model: nn.Module) -> dict[int, tuple[Kind, str]]:
             kind, why = _kind(module, leaf, name, parameter)
             if module is head and kind == "matrix":
                 kind, why = "head", "classification head"
+            elif module is head and kind == "bias":
+                kind, why = "head_bias", "bias of the head"
             # a head tied to an embedding is the embedding
             if kinds.get(id(parameter), ("",))[0] not in ("embedding", "token"):
                 kinds[id(parameter)] = (kind, why)
@@ -218,11 +220,11 @@ def _kind(module: nn.Module, leaf: str, name: str, parameter: Tensor) -> tuple[K
         return "token", "learned token or position"
     if parameter.dim() >= 2:
         return "matrix", ""
+    if "bias" in leaf:
+        return "bias", "bias"
     kind_of_module = type(module).__name__.lower()
     if any(word in kind_of_module for word in _NORMS):
         return "norm", "norm parameter"
-    if "bias" in leaf:
-        return "bias", "bias"
     return ("norm", "norm parameter") if any(word in name for word in _NORMS) else ("other", "vector")
 
 

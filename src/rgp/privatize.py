@@ -16,7 +16,7 @@ from rgp.accounting import Budget
 from rgp.engine import Run, check_optimizer
 from rgp.errors import UnsupportedError
 from rgp.ledger import Ledger
-from rgp.methods import RGP, Method
+from rgp.methods import RGP, Method, NonPrivate
 from rgp.noise import NoiseSource, PhiloxNoise
 from rgp.plan import Plan, make_plan
 from rgp.sampling import check_dataset
@@ -92,6 +92,8 @@ def privatize(
         raise TypeError(f"method must be one of rgp's methods, such as rgp.RGP(rank=8); got {method!r}")
     if (getattr(method, "source", None) == "public") != (public_loss is not None):
         raise ValueError("source='public' and public_loss= go together: give both, or neither")
+    if isinstance(method, NonPrivate) and (budget is not None or noise_multiplier != 0 or clip is not None):
+        raise ValueError("rgp.NonPrivate protects nothing: give it noise_multiplier=0 and clip=None, and no budget")
     size = check_dataset(dataset)
     check_model(model)
     plan = make_plan(model, method)
@@ -242,6 +244,11 @@ def check_model(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"module {name!r} is {type(module).__name__} in training mode: it mixes the examples of a batch, so no clipping "
                 "bounds one example's influence. rgp.fix(model) replaces it by GroupNorm; or keep its statistics: .eval()."
+            )
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training and module.track_running_stats:
+            raise UnsupportedError(
+                f"module {name!r} is {type(module).__name__} with running statistics, which would be computed from "
+                "private data without noise. Make it with track_running_stats=False, or call .eval() on it."
             )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model has parameters on the meta device; load its weights first")

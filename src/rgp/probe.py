@@ -4,6 +4,9 @@ Per-example gradients rest on knowing which rows of an activation belong to whic
 depending on another example. Shapes cannot always tell: with as many positions as examples, a layout with positions
 first looks just like one with examples first. So the model's first call is repeated with one example replaced by another:
 in every operation that meets a trained parameter, all other examples' rows must come out the same.
+
+Nor may the rows be something else altogether: positions that all examples share have a gradient that sums over them.
+There every example is replaced by the next, and rows that differ from each other must not all come out the same.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from rgp.torchstate import forked_rng
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Fingerprint = tuple[str, Tensor, float]  # a parameter, per-example sums (m, 2) of a result it took part in, tolerance
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
 
 
 class Recorder:
@@ -57,24 +62,53 @@ def check_examples_apart(model: nn.Module, call: Call, m: int, names: Mapping[in
                 "activations do not have the examples in their first dimension (batch_first=True in nn.Transformer and "
                 "nn.MultiheadAttention). Nothing was released. See docs/pitfalls.md."
             )
+    pairs = enumerate(zip(before, after, strict=False))
+    suspects = [i for i, (one, two) in pairs if bool(_still(one, two)[0]) and _differ(one)]
+    turned = _fingerprints(model, _roll(call, m), m, names, seed) if suspects else []
+    for i in suspects:
+        if i < len(turned) and bool(_still(before[i], turned[i]).all()):
+            raise UnsupportedError(
+                f"parameter {before[i][0]!r} met something that is the same for all examples of the batch (positions, "
+                "a relative bias), so that its gradient belongs to none of them. Give each example its own copy "
+                "(.expand(m, ...) before the operation), freeze the parameter, or use microbatch_size=1. Nothing was "
+                "released."
+            )
     return True
+
+
+def _still(one: Fingerprint, two: Fingerprint) -> Tensor:
+    """Which rows did not change."""
+    (_, a, limit), (_, b, _) = one, two
+    return ((a - b).abs() <= limit * (1 + a[:, 1:2].abs())).all(1)
+
+
+def _differ(one: Fingerprint) -> bool:
+    """Whether the rows are not all alike."""
+    name, a, limit = one
+    return not bool(_still(one, (name, a[:1].expand_as(a), limit)).all())
 
 
 def _swap(call: Call, m: int) -> Call | None:
     """The call with example 0 replaced by another that differs from it."""
 
-    def batched(leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == m
-
-    tensors = [leaf for leaf in tree_leaves(call) if batched(leaf)]
+    tensors = [leaf for leaf in tree_leaves(call) if _batched(leaf, m)]
     other = next((k for k in range(1, m) if any(not torch.equal(t[0], t[k]) for t in tensors)), None)
     if other is None:
         return None
 
     def swap(leaf: Any) -> Any:
-        return torch.cat([leaf[other : other + 1], leaf[1:]]) if batched(leaf) else leaf
+        return torch.cat([leaf[other : other + 1], leaf[1:]]) if _batched(leaf, m) else leaf
 
     return tree_map(swap, call)
+
+
+def _roll(call: Call, m: int) -> Call:
+    """The call with every example replaced by the next one."""
+    return tree_map(lambda leaf: leaf.roll(-1, 0) if _batched(leaf, m) else leaf, call)
+
+
+def _batched(leaf: Any, m: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == m
 
 
 class _Watch(TorchFunctionMode):
@@ -83,10 +117,12 @@ class _Watch(TorchFunctionMode):
     def __init__(self, m: int, names: Mapping[int, str]) -> None:
         super().__init__()
         self.m, self.names = m, names
-        self.seen: list[tuple[str, Tensor, float]] = []
+        self.seen: list[Fingerprint] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in _DROPOUTS:  # rows that are alike must stay so
+            return args[0] if args else kwargs["input"]
         result = func(*args, **kwargs)
         name = next((self.names[id(a)] for a in (*args, *kwargs.values()) if id(a) in self.names), None)
         if name is not None:
@@ -101,7 +137,7 @@ class _Watch(TorchFunctionMode):
         return result
 
 
-def _fingerprints(model: nn.Module, call: Call, m: int, names: Mapping[int, str], seed: int):
+def _fingerprints(model: nn.Module, call: Call, m: int, names: Mapping[int, str], seed: int) -> list[Fingerprint]:
     args, kwargs = call
     with torch.no_grad(), forked_rng(seed), _Watch(m, names) as watch:
         model(*args, **kwargs)

@@ -7,11 +7,13 @@ Formal guarantees (tests/test_sampling.py):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from rgp.streams import Streams
 
@@ -62,15 +64,47 @@ def check_dataset(dataset: Any) -> int:
     return size
 
 
+class Part(list[int]):
+    """The indices of one micro-batch, with the seed of what loading it draws at random."""
+
+    seed = 0
+
+
 class Schedule(BatchSampler):
     """Micro-batch index lists of all steps from `start` on, in the order in which the run consumes them."""
 
-    def __init__(self, batches: Any, start: int, stop: int) -> None:
-        self._batches, self._start, self._stop = batches, start, stop
+    def __init__(self, batches: Any, start: int, stop: int, *, seed: Callable[[int, int], int]) -> None:
+        self._batches, self._start, self._stop, self._seed = batches, start, stop, seed
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Part]:
         for step in range(self._start, self._stop):
-            yield from self._batches(step)
+            for i, indices in enumerate(self._batches(step)):
+                part = Part(indices)
+                part.seed = self._seed(step, i)
+                yield part
 
     def __len__(self) -> int:
         return sum(len(self._batches(step)) for step in range(self._start, self._stop))
+
+
+class Seeded(Dataset):
+    """The user's dataset, with the generators that augmentation may use seeded for every micro-batch.
+
+    What is loaded is then a function of the secret and the step, in whichever process: a crashed step can be repeated.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, part: Part) -> list[Any]:
+        torch.default_generator.manual_seed(part.seed)
+        np.random.seed(part.seed % 2**32)
+        random.seed(part.seed)
+        many = getattr(self._dataset, "__getitems__", None)
+        return many(list(part)) if callable(many) else [self._dataset[i] for i in part]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __len__(self) -> int:
+        return len(self._dataset)

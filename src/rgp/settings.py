@@ -65,6 +65,11 @@ class Settings:
         size = None if self.max_batch is None else self.dataset_size
         return Event(self.rate(step), self.sigma(step), 1, max_batch=self.max_batch, dataset_size=size)
 
+    def worst_event(self) -> Event:
+        """What no step costs more than."""
+        cap, size = self.max_batch, None if self.max_batch is None else self.dataset_size
+        return Event(max(self.batch_sizes) / self.dataset_size, min(self.sigmas), 1, max_batch=cap, dataset_size=size)
+
     def header(self) -> dict[str, Any]:
         """The ledger's first line: what the run is, and the worst charge a lost line can stand for."""
         worst = min(range(self.steps), key=lambda t: self.sigmas[t] / self.rate(t))

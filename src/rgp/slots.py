@@ -28,11 +28,17 @@ class Use(Protocol):
     def squared_norms(self) -> Tensor:
         """|G_i|^2 for every example, never below the truth beyond rounding of the sum itself (float64)."""
 
+    def magnitude(self) -> tuple[Tensor, int]:
+        """At least the sum of the norms of the terms whose sum is G_i, per example (float64), and how many they are."""
+
     def gradient(self, i: int) -> Tensor:
         """G_i of one example, in the parameter's shape."""
 
+    def drop(self, bad: Tensor) -> None:
+        """Forget the examples marked in `bad` (m,): they must contribute exactly zero, NaN or not."""
+
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
-        """total += sum_i factors_i G_i. An example with factor 0 must contribute exactly 0, NaN or not."""
+        """total += sum_i factors_i G_i."""
 
 
 class Slot:
@@ -160,7 +166,7 @@ class DeferredSlot(Slot):
 
     def begin(self, buffer: Tensor) -> None:
         super().begin(buffer)
-        self.m = len(buffer)
+        self.m, self.dtype = len(buffer), buffer.dtype
         self.uses: list[Use] = []
 
     def add_use(self, use: Use) -> None:
@@ -177,17 +183,29 @@ class DeferredSlot(Slot):
 
         self.add_use(DenseUse(gradients))
 
-    def squared_norms(self) -> Tensor:
-        """Several uses of one parameter have cross terms, so their gradient is formed one example at a time."""
+    def squared_norms(self) -> tuple[Tensor, Tensor]:
+        """|G_i|^2, and the magnitude of the terms that it is a sum of; both with the entry's scale.
+
+        Several uses of one parameter have cross terms, so their gradient is formed one example at a time.
+        """
+        from rgp.norms import widened
+
         if len(self.uses) == 1:
             squares = self.uses[0].squared_norms()
         else:
             squares = torch.stack([self.gradient(i).double().square().sum() for i in range(self.m)])
-        return squares * self.entry.scale**2
+        magnitudes, terms = zip(*(use.magnitude() for use in self.uses), strict=True)
+        magnitude = torch.stack(magnitudes).sum(0)
+        scale = self.entry.scale
+        return widened(squares, magnitude, sum(terms), self.dtype) * scale**2, magnitude * scale
 
     def gradient(self, i: int) -> Tensor:
         """One example's gradient, over all uses; without the entry's scale."""
         return torch.stack([use.gradient(i) for use in self.uses]).sum(0)
+
+    def drop(self, bad: Tensor) -> None:
+        for use in self.uses:
+            use.drop(bad)
 
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
         for use in self.uses:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from rgp.errors import UnsupportedError
 
 
 @contextmanager
@@ -20,6 +24,47 @@ def forked_rng(seed: int) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
+
+
+@contextmanager
+def kept_rng() -> Iterator[None]:
+    """Python's, numpy's and torch's generators, afterwards as they were: loading a batch seeds them."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+class Watch:
+    """Notices a forward pass that changes parameters or buffers: what it wrote there is private data without noise."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (f"{prefix}.{leaf}".lstrip("."), tensors, leaf)
+            for prefix, module in model.named_modules()
+            for tensors in (module._parameters, module._buffers)
+            for leaf, tensor in tensors.items()
+            if tensor is not None and leaf != "num_batches_tracked" and leaf not in module._non_persistent_buffers_set
+        ]
+
+    def _now(self) -> list[tuple[Tensor | None, int]]:
+        tensors = [place.get(leaf) for _, place, leaf in self._places]
+        return [(t, -1 if t is None or t.is_inference() else t._version) for t in tensors]
+
+    def start(self) -> None:
+        self._before = self._now()
+
+    def check(self) -> None:
+        for (name, *_), (old, version), (new, now) in zip(self._places, self._before, self._now(), strict=True):
+            if old is not new or version != now:
+                raise UnsupportedError(
+                    f"{name!r} was changed by the forward pass: it now holds something computed from private data "
+                    "without noise, and would be published with the model. Running statistics must be off (.eval(), or "
+                    "track_running_stats=False), and so must an embedding's max_norm."
+                )
 
 
 def momentum_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:

@@ -84,7 +84,7 @@ def bench(
         else:
             if "model" in chosen or "microbatch" in chosen:
                 raise ValueError("scaling has its own model, a stack of linear layers, and does not cut the batch")
-            names = check_contenders(["rgp", *(rivals or ["dpsgd"])])
+            names = check_contenders(["rgp", *(rivals or ["dpsgd", "opacus-hooks"])])
             size = chosen.get("batch", BASE.batch)
             settings = replace(BASE, **{**chosen, "microbatch": size})  # type: ignore[arg-type]
             points = [int(value) for value in values.split(",")] if values else None

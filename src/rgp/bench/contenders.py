@@ -47,6 +47,9 @@ class Contender:
         """Largest size of the per-example gradients of a micro-batch, where the contender can tell."""
         return None
 
+    def close(self) -> None:
+        """Leave nothing behind that another contender in this process would notice."""
+
     optimizer: torch.optim.Optimizer
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -129,6 +132,9 @@ class Engine(Contender):
 
     def per_example_bytes(self) -> int | None:
         return getattr(self.run, "per_example_bytes", None)
+
+    def close(self) -> None:
+        self.run.close()
 
 
 def rgp_method(rgp: Any, settings: Settings) -> Any:

@@ -51,6 +51,7 @@ def serve(name: str, settings: Settings, requests: TextIO) -> Iterator[dict[str,
         else:
             break
     yield {"peak_bytes": meter.peak_bytes(), "per_example_bytes": contender.per_example_bytes()}
+    contender.close()
 
 
 def rehearse(name: str, settings: Settings, device: str) -> None:
@@ -62,7 +63,10 @@ def rehearse(name: str, settings: Settings, device: str) -> None:
     small = dataclasses.replace(settings, model="toy", batch=2, microbatch=1, seq=4, rank=1)
     workload = workloads.build(small)
     workload.model.to(device)
-    contenders.build(name, small, workload).step()
+    contender = contenders.build(name, small, workload)
+    contender.step()
+    contender.close()
+    del contender, workload
     gc.collect()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -17,7 +18,8 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, tell, token, *inputs):
         ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-        with torch.enable_grad():
+        # its own hooks: an activation checkpoint around it must not drop and recompute what the inner graph saves
+        with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
             ctx.output = call(*ctx.inputs)
         ctx.tell = tell
         return ctx.output.detach()

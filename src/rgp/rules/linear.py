@@ -21,6 +21,8 @@ class _MatMul(torch.autograd.Function):
     def forward(ctx, x, weight, bias, slot, bias_slot, transposed, m):
         ctx.slot, ctx.bias_slot, ctx.transposed, ctx.m = slot, bias_slot, transposed, m
         y = F.linear(x, weight, bias) if transposed else F.linear(x, weight.t(), bias)
+        if y._is_view():  # autograd forbids in-place activations on a view that a Function returns
+            y = torch.ops.aten._unsafe_view(y, y.shape)
         # what x is to W's matrix: its right factor in y = x W^T, its left factor in y = x W
         keep_x, thin = True, None
         if slot.carried:
@@ -63,6 +65,8 @@ def product(capture, x: Tensor, weight: Tensor, bias: Tensor | None, *, transpos
         y = F.linear(x, weight) if transposed else torch.matmul(x, weight)
         return y if bias is None else RULES[torch.add](capture, torch.add, (y, bias), {})
     bias_slot = None if bias is None else capture.slot(bias)
+    if bias is not None and bias_slot is None and bias.requires_grad:  # a computed one, which needs its own gradient
+        return product(capture, x, weight, None, transposed=transposed) + bias
     if is_transpose:
         weight, transposed = weight.t(), not transposed
     frozen_bias = bias if bias is None or bias_slot is None else bias.detach()
@@ -79,7 +83,7 @@ def linear(capture, func, args, kwargs):
 def addmm(capture, func, args, kwargs):
     bias, x, weight = _bind(("input", "mat1", "mat2"), args, kwargs)
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1 or capture.slot(x) is not None:
-        return _refuse(capture, func, args)
+        return _refuse(capture, func, (*args, *kwargs.values()))
     return product(capture, x, weight, bias, transposed=False)
 
 
@@ -88,25 +92,28 @@ def matmul(capture, func, args, kwargs):
     x, weight = _bind(("input", "mat2" if "mat2" in kwargs else "other"), args, kwargs)
     slot, _ = capture.find(weight)
     if slot is None or capture.slot(x) is not None or weight.dim() != 2:
-        return _refuse(capture, func, args)
+        return _refuse(capture, func, (*args, *kwargs.values()))
     return product(capture, x, weight, None, transposed=False)
 
 
 @rule(torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)
 def transpose(capture, func, args, kwargs):
     slot, transposed = capture.find(args[0])
+    if len(slot.entry.shape) != 2:
+        return _refuse(capture, func, args)
     result = func(*args, **kwargs)
-    if len(slot.entry.shape) == 2:
-        capture.remember_transpose(result, slot, not transposed)
+    capture.remember_transpose(result, slot, not transposed)
     return result
 
 
 @rule(torch.transpose, torch.Tensor.transpose)
 def swap(capture, func, args, kwargs):
+    tensor, a, b = _bind(("input", "dim0", "dim1"), args, kwargs)
+    slot, transposed = capture.find(tensor)
+    if len(slot.entry.shape) != 2:
+        return _refuse(capture, func, (tensor,))
     result = func(*args, **kwargs)
-    slot, transposed = capture.find(args[0])
-    if len(slot.entry.shape) == 2 and result.shape != args[0].shape or sorted(a % 2 for a in args[1:]) == [0, 1]:
-        capture.remember_transpose(result, slot, not transposed)
+    capture.remember_transpose(result, slot, transposed == ((a - b) % 2 == 0))
     return result
 
 

@@ -6,12 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from rgp.errors import UnsupportedError
 from rgp.rules import rule
 from rgp.rules.elementwise import per_example_sum
 from rgp.rules.examples import by_example
 from rgp.rules.generic import watched
 
 _aten = torch.ops.aten
+
+
+def _slots(capture, weight, bias):
+    """Slots of scale and shift. One that is computed would need a gradient, which these rules do not give."""
+    slots = capture.slot(weight), capture.slot(bias)
+    for tensor, slot, other in ((weight, slots[0], slots[1]), (bias, slots[1], slots[0])):
+        if slot is None and tensor is not None and tensor.requires_grad:
+            raise UnsupportedError(
+                f"parameter {other.entry.name!r} was used in a norm whose other operand is computed and not a parameter. "
+                "Freeze it, or scale and shift after the norm, with * and +."
+            )
+    return slots
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -44,7 +57,7 @@ class _LayerNorm(torch.autograd.Function):
 @rule(F.layer_norm, torch.layer_norm)
 def layer_norm(capture, func, args, kwargs):
     def call(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
-        slots = capture.slot(weight), capture.slot(bias)
+        slots = _slots(capture, weight, bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.float()
         return _LayerNorm.apply(input, list(normalized_shape), weight, bias, eps, *slots, capture.examples)
@@ -55,7 +68,7 @@ def layer_norm(capture, func, args, kwargs):
 def _by_channel(capture, normalize, x, weight, bias):
     """Scale and shift along dimension 1 of normalize(x)."""
     m = capture.examples
-    slot_w, slot_b = capture.slot(weight), capture.slot(bias)
+    slot_w, slot_b = _slots(capture, weight, bias)
     across = (1, -1, *[1] * (x.dim() - 2))
 
     def call(x):
@@ -125,7 +138,7 @@ class _GroupNorm(torch.autograd.Function):
 @rule(F.group_norm)
 def group_norm(capture, func, args, kwargs):
     def call(input, num_groups, weight=None, bias=None, eps=1e-5):
-        slots = capture.slot(weight), capture.slot(bias)
+        slots = _slots(capture, weight, bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.float()
         return _GroupNorm.apply(input, num_groups, weight, bias, eps, *slots, capture.examples)

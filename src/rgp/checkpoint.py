@@ -1,0 +1,505 @@
+"""Checkpoints: `run.save(folder)` and `rgp.resume(folder, model, optimizer, dataset)`. safetensors and JSON, no pickle.
+
+    folder/
+      ledger.jsonl              every release so far; the run appends to it, checkpoints only refer to it
+      latest                    the name of the checkpoint that counts
+      checkpoint-120/           state.json, model.safetensors, optimizer.safetensors, carriers.safetensors
+      initial.safetensors       W_0, where the method needs it; written once
+      secret.json               what the random streams are made of; readable by the owner alone, never to be published,
+                                deleted when the run is finished and saved or closed
+
+Formal guarantees (tests/test_checkpoint.py, tests/test_torture.py):
+- a crash at any moment leaves the old checkpoint or the new one
+- resuming from it on CPU gives the weights of the uninterrupted run to the bit, and charges no release twice
+- where it cannot (other micro-batches, threads, secure noise), steps on record are drawn afresh and charged again: no
+  noise is ever used on two sums
+- a ledger that is older than the checkpoint, or another run's, is refused; so is another dataset size, method or model
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rgp import methods
+from rgp._version import __version__
+from rgp.accounting import Budget
+from rgp.engine import Run, check_optimizer
+from rgp.ledger import Ledger, make_folder, sync_folder
+from rgp.methods import Method
+from rgp.noise import PhiloxNoise
+from rgp.plan import Entry, Plan
+from rgp.privatize import check_model, check_plan, noise_source
+from rgp.sampling import check_dataset
+from rgp.settings import Settings
+from rgp.slots import CarriedSlot
+from rgp.streams import Streams
+
+FORMAT = 1
+LATEST, STATE, SECRET, INITIAL = "latest", "state.json", "secret.json", "initial.safetensors"
+Folder = str | os.PathLike[str]
+Tensors = dict[str, Tensor]
+
+
+# ---------------------------------------------------------------------- save
+
+
+def save(run: Run, folder: Folder) -> None:
+    """Write a checkpoint. May be called at any time; an unfinished logical batch is repeated after resuming."""
+    _safetensors()
+    if run._closed:
+        raise ValueError("the run is closed; save it before closing")
+    folder = Path(folder)
+    if run.ledger.path is None:
+        run.ledger.move_to(folder)
+    elif run.ledger.path.parent.resolve() != folder.resolve():
+        raise ValueError(
+            f"this run's ledger is kept in {run.ledger.path.parent}; its checkpoints belong next to it, not in {folder}"
+        )
+    make_folder(folder)
+    old = _latest(folder)
+    if old is None:
+        _atomically(folder / INITIAL, lambda path: _write_tensors(path, run._initial))
+    elif run._secret_file is None:  # this run has not saved here before
+        known = _read_state(folder / old)["ledger"]
+        run.ledger.check_contains(known["count"], known["head"])
+
+    name = _unused(folder, f"checkpoint-{run.step_index}")
+    draft = folder / f"{name}.draft"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    tensors, state = _state(run)
+    for kind, group in tensors.items():
+        _write_tensors(draft / f"{kind}.safetensors", group)
+    _write_json(draft / STATE, state)
+    sync_folder(draft)
+    os.rename(draft, folder / name)
+    sync_folder(folder)
+
+    finished = run.finished
+    if not finished:
+        _save_secret(run, folder / SECRET, keep=old, name=name)
+    _atomically(folder / LATEST, lambda path: _write(path, (name + "\n").encode()))
+    if finished:
+        (folder / SECRET).unlink(missing_ok=True)
+    for other in folder.glob("checkpoint-*"):
+        if other.name != name:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
+    weights, aliases = _distinct(run.model.state_dict())
+    optimizer: Tensors = {}
+    state = {
+        "format": FORMAT,
+        "version": __version__,
+        "step": run.step_index,
+        "ledger": {"count": run.ledger.count, "head": run.ledger.head},
+        "settings": _settings_to_json(run.settings),
+        "method": _method_to_json(run.plan.method),
+        "plan": [asdict(entry) for entry in run.plan],
+        "model": _describe_model(run.model),
+        "aliases": aliases,
+        "optimizer": {
+            "class": type(run.optimizer).__name__,
+            "groups": _group_names(run.optimizer, run.model),
+            "state": encode(run.optimizer.state_dict(), optimizer, "optimizer"),
+        },
+        "scheduler": None if run.scheduler is None else _scheduler_to_json(run.scheduler),
+        "secure_noise": not isinstance(run._noise, PhiloxNoise),
+        "replay": _replay_conditions(run.settings),
+    }
+    carriers: Tensors = {}
+    for name, slot in run._slots.items():
+        if isinstance(slot, CarriedSlot) and slot.R.numel():
+            carriers |= {f"{name}.L": slot.Lt, f"{name}.R": slot.R}
+    return {"model": weights, "optimizer": optimizer, "carriers": carriers}, state
+
+
+def _save_secret(run: Run, path: Path, *, keep: str | None, name: str) -> None:
+    """The streams' secret, and two counts that are private, for the checkpoint that counts now and the one to come."""
+    private = {name: {"bad_examples": run.bad_examples, "never_used": sorted(run._never_used)}}
+    if keep is not None and path.exists():
+        private |= {k: v for k, v in json.loads(path.read_text())["private"].items() if k == keep}
+    content = {"secret": run._streams.secret.hex(), "known": run._streams.known, "private": private}
+    _atomically(path, lambda new: _write_json(new, content, mode=0o600))
+    run._secret_file = path
+
+
+# ---------------------------------------------------------------------- resume
+
+
+def resume(
+    folder: Folder,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    scheduler: Any = None,
+    microbatch_size: int | None = None,
+    workers: int = 0,
+    pin_memory: bool = False,
+    public_loss: Callable[[], Tensor] | None = None,
+    method: Method | None = None,
+    batch_size: int | Callable[[int], int] | None = None,
+    probe: bool = True,
+) -> Run:
+    """Go on with a run that `run.save(folder)` saved: weights, optimizer, scheduler and all settings are as they were.
+
+    model, optimizer, dataset, scheduler: made as for the first start; their state is overwritten.
+    microbatch_size: as saved by default. With another one, or another number of threads, steps that are on record after
+        the checkpoint cannot be computed again to the bit: they are drawn afresh and charged again.
+    method, batch_size: need not be given; if they are, they must be the saved run's.
+
+    >>> import tempfile, torch, rgp
+    >>> def parts():
+    ...     model = torch.nn.Linear(8, 2)
+    ...     return model, torch.optim.SGD(model.parameters(), lr=0.1), [(torch.ones(8), i % 2) for i in range(64)]
+    >>> folder = tempfile.mkdtemp() + "/run"
+    >>> run = rgp.privatize(*parts(), noise_multiplier=1.0, batch_size=16, steps=3, folder=folder)
+    >>> run.save(folder)
+    >>> resume(folder, *parts()).step_index
+    0
+    """
+    _safetensors()
+    folder = Path(folder)
+    name = _latest(folder)
+    if name is None:
+        raise FileNotFoundError(
+            f"{folder} holds no checkpoint: run.save(folder) was never called, or this is not the folder. Releases "
+            "that its ledger records were made nevertheless."
+        )
+    here = folder / name
+    state = _read_state(here)
+    method = _method(state["method"], method)
+    settings = _settings_from_json(state["settings"])
+    plan = Plan(tuple(_entry(e) for e in state["plan"]), method)
+    _check_same(state, settings, model, optimizer, scheduler, dataset, batch_size)
+    check_model(model)
+    check_plan(model, plan)
+    check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
+    if (getattr(method, "source", None) == "public") != (public_loss is not None):
+        raise ValueError("the run finds its carriers with a public loss (source='public'): give public_loss, as before")
+    if microbatch_size is not None:
+        settings = replace(settings, microbatch_size=microbatch_size)
+
+    ledger = Ledger.open(folder, append=True)
+    try:
+        ledger.check_contains(state["ledger"]["count"], state["ledger"]["head"])
+        _check_header(ledger, settings)
+        if ledger.repaired:
+            warnings.warn(ledger.repaired)
+        secret, private = _read_secret(folder / SECRET, name)
+        streams = secret or Streams.from_system()
+        _load_weights(model, here, state["aliases"])
+        optimizer.load_state_dict(decode(state["optimizer"]["state"], _read_tensors(here / "optimizer.safetensors")))
+        if scheduler is not None:
+            scheduler.load_state_dict(decode(state["scheduler"]["state"], {}))
+        run = Run(
+            model,
+            optimizer,
+            dataset,
+            plan=plan,
+            settings=settings,
+            streams=streams,
+            noise=noise_source(streams, secure=state["secure_noise"]),
+            ledger=ledger,
+            scheduler=scheduler,
+            collate_fn=collate_fn,
+            workers=workers,
+            pin_memory=pin_memory,
+            public_loss=public_loss,
+            probe=probe,
+        )
+    except BaseException:
+        ledger.close()
+        raise
+    run.step_index = state["step"]
+    same = secret is not None and state["replay"] == _replay_conditions(settings)
+    run._replay_from = state["ledger"]["count"] if same else ledger.count
+    run.bad_examples, run._never_used = private["bad_examples"], set(private["never_used"])
+    run._secret_file = folder / SECRET
+    device = next(iter(run._parameters.values())).device
+    if run._initial:
+        run._initial = {k: t.to(device) for k, t in _read_tensors(folder / INITIAL).items()}
+    for key, pair in _pairs(_read_tensors(here / "carriers.safetensors")).items():
+        slot = run._slots[key]
+        assert isinstance(slot, CarriedSlot)
+        slot.set_carriers(pair[0].to(device), pair[1].to(device), slot.sides)
+    if secret is None and not run.finished:
+        warnings.warn(
+            f"{folder / SECRET} is missing, so the random streams start anew: nothing can be repeated, and the "
+            f"{ledger.count - state['ledger']['count']} releases on record after the checkpoint are lost, but charged."
+        )
+    return run
+
+
+def _check_same(
+    state: Mapping[str, Any],
+    settings: Settings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    dataset: Any,
+    batch_size: int | Callable[[int], int] | None,
+) -> None:
+    """Refuse with everything that differs from the saved run."""
+    sizes = [batch_size(t) if callable(batch_size) else batch_size for t in range(settings.steps)]
+    pairs: list[tuple[str, Any, Any]] = [
+        ("dataset size", check_dataset(dataset), settings.dataset_size),
+        *[
+            (f"batch_size at step {t}", now, before)
+            for t, (now, before) in enumerate(zip(sizes, settings.batch_sizes, strict=True))
+            if now is not None
+        ],
+        ("optimizer", type(optimizer).__name__, state["optimizer"]["class"]),
+        ("scheduler", scheduler and type(scheduler).__name__, state["scheduler"] and state["scheduler"]["class"]),
+    ]
+    there, here = state["model"], _describe_model(model)
+    for name in [*there, *(n for n in here if n not in there)]:
+        pairs.append((f"model's {name!r}", here.get(name, "missing"), there.get(name, "missing")))
+    different = [f"{what} is {now}, and was {before}" for what, now, before in pairs if now != before]
+    if not different and _group_names(optimizer, model) != state["optimizer"]["groups"]:
+        different = ["the optimizer's parameter groups hold other parameters, or in another order"]
+    if different:
+        more = f" (and {len(different) - 4} more)" if len(different) > 4 else ""
+        raise ValueError(f"not the run that was saved: {'; '.join(different[:4])}{more}")
+
+
+def _check_header(ledger: Ledger, settings: Settings) -> None:
+    """The checkpoint's settings are those the ledger's first line tells of."""
+    for key, value in settings.header().items():
+        if key != "version" and _without_version(ledger.header.get(key)) != _without_version(value):
+            raise ValueError(
+                f"not the run that was saved: the checkpoint has {key} {value}, and the ledger {ledger.header.get(key)}"
+            )
+
+
+def _without_version(value: Any) -> Any:
+    return {k: v for k, v in value.items() if k != "version"} if isinstance(value, dict) else value
+
+
+def _read_secret(path: Path, name: str) -> tuple[Streams | None, dict[str, Any]]:
+    private: dict[str, Any] = {"bad_examples": 0, "never_used": []}
+    if not path.exists():
+        return None, private
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        warnings.warn(f"{path} can be read by others, who can then take the noise away. Protect it: chmod 600 {path}")
+    content = json.loads(path.read_text())
+    return Streams(bytes.fromhex(content["secret"]), known=content["known"]), content["private"].get(name, private)
+
+
+def _load_weights(model: nn.Module, here: Path, aliases: Mapping[str, str]) -> None:
+    weights = _read_tensors(here / "model.safetensors")
+    model.load_state_dict({**weights, **{alias: weights[name] for alias, name in aliases.items()}})
+
+
+def _replay_conditions(settings: Settings) -> dict[str, int]:
+    """What a release must have in common with the one on record to have a chance of being equal to the bit."""
+    return {"microbatch_size": settings.microbatch_size, "threads": torch.get_num_threads(), "processes": 1}
+
+
+# ---------------------------------------------------------------------- what the run is, as JSON
+
+
+def _settings_to_json(settings: Settings) -> dict[str, Any]:
+    """Schedules as [value, how many steps] pairs."""
+    found = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    return {
+        **{
+            k: [[v, len(list(same))] for v, same in groupby(x)] if isinstance(x, tuple) else x for k, x in found.items()
+        },
+        "budget": settings.budget and asdict(settings.budget),
+    }
+
+
+def _settings_from_json(saved: Mapping[str, Any]) -> Settings:
+    def steps(value: Any) -> Any:
+        return tuple(v for v, n in value for _ in range(n)) if isinstance(value, list) else value
+
+    found: dict[str, Any] = {k: steps(v) for k, v in saved.items()}
+    return Settings(**{**found, "budget": found["budget"] and Budget(**found["budget"])})
+
+
+def _method_to_json(method: Method) -> dict[str, Any]:
+    found = {f.name: getattr(method, f.name) for f in fields(method)}
+    return {
+        "name": type(method).__name__,
+        "fields": {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items()},
+    }
+
+
+def _method(saved: Mapping[str, Any], given: Method | None) -> Method:
+    if given is None:
+        kind = getattr(methods, saved["name"], None)
+        if not (isinstance(kind, type) and issubclass(kind, Method)):
+            raise ValueError(f"the run's method {saved['name']} is not one of rgp's: give it as method=")
+        return kind(**saved["fields"])
+    now = _method_to_json(given)
+    if now["name"] != saved["name"]:
+        raise ValueError(f"not the run that was saved: method is {now['name']}, and was {saved['name']}")
+    both = [(k, v, saved["fields"].get(k)) for k, v in now["fields"].items()]
+    different = [f"method's {k} is {v!r}, and was {before!r}" for k, v, before in both if v != before]
+    if different:
+        raise ValueError(f"not the run that was saved: {'; '.join(different)}")
+    return given
+
+
+def _entry(saved: Mapping[str, Any]) -> Entry:
+    found: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+    return Entry(**found)
+
+
+def _describe_model(model: nn.Module) -> dict[str, str]:
+    """Name -> shape, kind of number, and the name it is tied to."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied = first.setdefault(id(parameter), name)
+        kind = str(parameter.dtype).removeprefix("torch.")
+        found[name] = f"{list(parameter.shape)} {kind}" + ("" if tied == name else f" tied to {tied}")
+    return found
+
+
+def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    names = {id(p): n for n, p in model.named_parameters()}
+    return [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _scheduler_to_json(scheduler: Any) -> dict[str, Any]:
+    if not hasattr(scheduler, "state_dict"):
+        raise ValueError(f"the scheduler, a {type(scheduler).__name__}, has no state_dict() and cannot be saved")
+    return {"class": type(scheduler).__name__, "state": encode(scheduler.state_dict(), None, "scheduler")}
+
+
+def _pairs(carriers: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+    names = [key.removesuffix(".L") for key in carriers if key.endswith(".L")]
+    return {name: (carriers[f"{name}.L"], carriers[f"{name}.R"]) for name in names}
+
+
+# ---------------------------------------------------------------------- nested state without pickle
+
+
+def encode(value: Any, tensors: Tensors | None, path: str) -> Any:
+    """Nested dicts, lists, tuples and scalars as JSON; tensors go to `tensors`, under the path where they were met."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor) and tensors is not None:
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        if all(isinstance(k, (str, int)) for k in value):
+            return {kind: [[k, encode(v, tensors, f"{path}.{k}")] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [encode(v, tensors, f"{path}.{i}") for i, v in enumerate(value)]}
+    if hasattr(value, "item") and not isinstance(value, Tensor):  # a numpy number
+        return encode(value.item(), tensors, path)
+    raise ValueError(
+        f"{path} is a {type(value).__name__} and cannot be saved: checkpoints hold numbers, text and tensors, no pickle"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind in ("dict", "counter"):
+        found = {k: decode(v, tensors) for k, v in content}
+        return Counter(found) if kind == "counter" else found
+    return (tuple if kind == "tuple" else list)(decode(v, tensors) for v in content)
+
+
+def _distinct(state: Mapping[str, Any]) -> tuple[Tensors, dict[str, str]]:
+    """Tied tensors once, and which name stands for which."""
+    seen: dict[tuple[Any, ...], str] = {}
+    tensors: Tensors = {}
+    aliases = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"the model's state {name!r} is a {type(value).__name__}; a checkpoint holds tensors only")
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
+        if (first := seen.setdefault(key, name)) == name:
+            tensors[name] = value
+        else:
+            aliases[name] = first
+    return tensors, aliases
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("checkpoints need safetensors: pip install 'rgp[checkpoint]'") from error
+    return safetensors.torch
+
+
+def _write_tensors(path: Path, tensors: Tensors) -> None:
+    def alone(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().cpu().contiguous()
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+    _safetensors().save_file({k: alone(t) for k, t in tensors.items()}, path)
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _read_tensors(path: Path) -> Tensors:
+    """As tensors of their own: what safetensors gives may be a window on the file."""
+    return {k: t.clone() for k, t in _safetensors().load_file(path).items()}
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    state = json.loads((checkpoint / STATE).read_text())
+    if state["format"] != FORMAT:
+        raise ValueError(f"{checkpoint} has format {state['format']!r}; this version of rgp reads {FORMAT}")
+    return state
+
+
+def _write_json(path: Path, content: Any, mode: int = 0o666) -> None:
+    _write(path, json.dumps(content, indent=1).encode() + b"\n", mode)
+
+
+def _write(path: Path, data: bytes, mode: int = 0o666) -> None:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _atomically(path: Path, write: Callable[[Path], None]) -> None:
+    new = path.with_name(path.name + ".new")
+    write(new)
+    os.replace(new, path)
+    sync_folder(path.parent)
+
+
+def _latest(folder: Path) -> str | None:
+    try:
+        return (folder / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def _unused(folder: Path, name: str) -> str:
+    names = (name if k == 0 else f"{name}.{k}" for k in range(1000))
+    return next(n for n in names if not (folder / n).exists())

@@ -1,0 +1,255 @@
+"""The `rgp` command. Needs the extra `rgp[cli]`; nothing else in rgp imports this file.
+
+Each command is a plain function, registered on `app` at the end of the file: to move a group of commands, move its
+functions and its lines there. A ValueError from any command is shown as one line, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rgp import accounting
+from rgp.accounting import Event
+
+if TYPE_CHECKING:
+    import typer
+else:
+    try:
+        import typer
+    except ImportError:  # the annotations below are never evaluated then, and main() says what to install
+        typer = None
+
+
+def main() -> None:
+    """Entry point of the command."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError:
+        print("rgp's command needs: pip install 'rgp[cli]'", file=sys.stderr)
+        raise SystemExit(1) from None
+    app()
+
+
+# rgp account, rgp calibrate
+
+if typer is not None:
+    Rate = Annotated[float | None, typer.Option(help="Probability q with which each example is drawn into a batch.")]
+    Steps = Annotated[int | None, typer.Option(help="Number of batches drawn, empty ones included.")]
+    Size = Annotated[int | None, typer.Option("--dataset-size", help="Number of examples N.")]
+    Batch = Annotated[int | None, typer.Option("--batch-size", help="Expected batch size B; q is then B / N.")]
+    Epochs = Annotated[float | None, typer.Option(help="Passes over the data; the steps are then epochs N / B.")]
+    Delta = Annotated[
+        float | None,
+        typer.Option(help="Probability with which epsilon may not hold. With --dataset-size: 1/(10 N), 1e-5 at most."),
+    ]
+    Accountant = Annotated[
+        str, typer.Option(metavar="pld|rdp", help="pld is tight; rdp is larger, for comparison with older papers.")
+    ]
+    Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def account(
+    noise_multiplier: Annotated[float, typer.Option(help="Noise standard deviation divided by the clipping norm.")],
+    sampling_rate: Rate = None,
+    steps: Steps = None,
+    dataset_size: Size = None,
+    batch_size: Batch = None,
+    epochs: Epochs = None,
+    delta: Delta = None,
+    accountant: Accountant = "pld",
+    as_json: Json = False,
+) -> None:
+    """Noise -> epsilon: what a run spends.
+
+    Batches are Poisson samples; neighbouring datasets differ by one example, added or removed.
+
+    \b
+    Examples:
+      rgp account --noise-multiplier 1.5 --sampling-rate 0.04 --steps 2250 --delta 1e-5
+      rgp account --noise-multiplier 1.5 --dataset-size 50000 --batch-size 2000 --epochs 90
+    """
+    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta)
+    events = [Event(rate, noise_multiplier, steps)]
+    spent = accounting.epsilon(events, delta=delta, accountant=accountant)
+    facts = {
+        "epsilon": spent,
+        "delta": delta,
+        "noise_multiplier": noise_multiplier,
+        "sampling_rate": rate,
+        "steps": steps,
+        "accountant": accountant,
+        "neighbours": "add-or-remove-one",
+    }
+    sentence = "Without noise there is no privacy: epsilon is infinite."
+    if accountant == "pld":
+        meaning = accounting.meaning(events, delta=delta)
+        facts |= {
+            "mu": meaning.mu,
+            "tpr_at_0.001": meaning.tpr_at_0_1_percent,
+            "tpr_at_0.01": meaning.tpr_at_1_percent,
+        }
+        if math.isfinite(spent):
+            sentence = (
+                "An attacker who sees every released weight recognises at most "
+                f"{_percent(meaning.tpr_at_0_1_percent)} of the examples that were used if 0.1% of the others may be "
+                f"taken for used by mistake, and {_percent(meaning.tpr_at_1_percent)} if 1% may."
+            )
+    elif math.isfinite(spent):
+        sentence = (
+            "With or without any one example, no outcome is more than "
+            f"exp({_up(spent)}) times as likely, except with probability {delta:g}."
+        )
+    _show("What this run spends", facts, sentence, as_json)
+
+
+def calibrate(
+    epsilon: Annotated[float, typer.Option(help="The budget: what all steps together may spend.")],
+    sampling_rate: Rate = None,
+    steps: Steps = None,
+    dataset_size: Size = None,
+    batch_size: Batch = None,
+    epochs: Epochs = None,
+    delta: Delta = None,
+    accountant: Accountant = "pld",
+    as_json: Json = False,
+) -> None:
+    """Epsilon -> noise: the smallest noise multiplier that keeps a run within its budget.
+
+    Batches are Poisson samples; neighbouring datasets differ by one example, added or removed.
+
+    \b
+    Examples:
+      rgp calibrate --epsilon 8 --delta 1e-5 --sampling-rate 0.04 --steps 2250
+      rgp calibrate --epsilon 8 --dataset-size 67349 --batch-size 2000 --epochs 30
+    """
+    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta)
+    sigma = accounting.calibrate(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, accountant=accountant)
+    spent = accounting.epsilon([Event(rate, sigma, steps)], delta=delta, accountant=accountant)
+    facts = {
+        "noise_multiplier": sigma,
+        "epsilon": spent,
+        "target_epsilon": epsilon,
+        "delta": delta,
+        "sampling_rate": rate,
+        "steps": steps,
+        "accountant": accountant,
+        "neighbours": "add-or-remove-one",
+    }
+    sentence = (
+        f"Noise of {sigma:g} times the clipping norm in each of {steps} steps stays within epsilon {epsilon:g}; "
+        f"{1 / accounting.RESOLUTION:g} less would not."
+    )
+    _show("The least noise for this budget", facts, sentence, as_json)
+
+
+def _run(
+    rate: float | None,
+    steps: int | None,
+    dataset_size: int | None,
+    batch_size: int | None,
+    epochs: float | None,
+    delta: float | None,
+) -> tuple[float, int, float]:
+    """(rate, steps, delta), from whichever of the two complete sets of options was given."""
+    sizes = {"--dataset-size": dataset_size, "--batch-size": batch_size, "--epochs": epochs}
+    given = {"--sampling-rate": rate, "--steps": steps, **sizes}
+    named = " ".join(name for name, value in given.items() if value is not None) or "none of them"
+    if rate is not None and steps is not None and all(value is None for value in sizes.values()):
+        if delta is None:
+            raise ValueError(
+                "--delta is needed with --sampling-rate and --steps: take a value well below 1/N, such as 1e-5 for "
+                "10,000 examples; --dataset-size, --batch-size and --epochs would choose one."
+            )
+        return rate, steps, delta
+    if dataset_size is None or batch_size is None or epochs is None or rate is not None or steps is not None:
+        raise ValueError(
+            "give either --sampling-rate and --steps, or --dataset-size, --batch-size and --epochs: one set, complete, "
+            f"and nothing of the other. Given: {named}."
+        )
+    planned = accounting.planned_steps(epochs, dataset_size, batch_size)
+    if batch_size > dataset_size:
+        raise ValueError(f"--batch-size {batch_size} must be at most --dataset-size {dataset_size}.")
+    if delta is None:
+        delta = accounting.default_delta(dataset_size)
+    accounting.check_delta(delta, dataset_size)
+    return batch_size / dataset_size, planned, delta
+
+
+# Output
+
+_LABELS = {
+    "mu": "mu of Gaussian privacy",
+    "tpr_at_0.001": "recognised at 0.1% false alarms",
+    "tpr_at_0.01": "recognised at 1% false alarms",
+}
+
+
+def _show(title: str, facts: dict[str, Any], sentence: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({name: _finite(value) for name, value in facts.items()}, allow_nan=False))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for i, (name, value) in enumerate(facts.items()):
+        table.add_row(_LABELS.get(name, name.replace("_", " ")), _text(name, value), style="bold" if i == 0 else None)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(sentence)
+
+
+def _text(name: str, value: Any) -> str:
+    if name.startswith("tpr"):
+        return _percent(value)
+    if name in ("epsilon", "mu"):
+        return _up(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _up(value: float) -> str:
+    """Four decimals, never below the value."""
+    return f"{math.ceil(value * 1e4) / 1e4:.4f}" if math.isfinite(value) else "infinite"
+
+
+def _percent(rate: float) -> str:
+    return f"{math.ceil(rate * 1e4) / 1e2:.2f}%"
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if typer is not None:
+    from typer.core import TyperGroup
+
+    class _Commands(TyperGroup):
+        def invoke(self, ctx: Any) -> Any:
+            try:
+                return super().invoke(ctx)
+            except ValueError as error:
+                typer.echo(f"rgp: {error}", err=True)
+                raise typer.Exit(2) from error
+
+    app = typer.Typer(
+        cls=_Commands,
+        name="rgp",
+        help="Private training of PyTorch models, and its accounting.",
+        no_args_is_help=True,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def _group() -> None:
+        """Keeps `rgp account` a subcommand whatever else is registered."""
+
+    app.command()(account)
+    app.command()(calibrate)
