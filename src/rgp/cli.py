@@ -253,3 +253,7 @@ if typer is not None:
 
     app.command()(account)
     app.command()(calibrate)
+
+    from rgp.bench.command import register as _register_bench
+
+    _register_bench(app)

@@ -20,7 +20,7 @@ from rgp.methods import Kind, Method, Treatment
 LARGEST_EXACT_HEAD = 10**6
 LARGEST_AUTO_RANK = 16
 _NORMS = ("norm", "ln_", "layernorm", "rmsnorm", "bn")
-_TOKENS = ("cls_token", "mask_token", "distillation_token", "pos_embed", "position_embedding", "relative_position")
+_TOKENS = ("cls_token", "class_embedding", "mask_token", "distillation_token", "pos_embed", "position_embedding", "relative_position")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _rank(entry: Entry, parameter: Tensor, method: Method, names: list[str]) -> 
     if rank is None:
         raise ValueError(f"{method.name} has no carriers, so {entry.name!r} cannot be carried; use rgp.RGP")
     if rank == "auto":
-        return min(LARGEST_AUTO_RANK, max(1, ceil(_stable_rank(parameter.detach().flatten(1)))), entry.p, entry.d)
+        return min(LARGEST_AUTO_RANK, max(1, ceil(_stable_rank(parameter.detach().flatten(1)) - 1e-3)), entry.p, entry.d)
     if isinstance(rank, dict):
         found = [r for pattern, r in rank.items() if any(fnmatchcase(n, pattern) for n in names)]
         if not found:

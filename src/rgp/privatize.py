@@ -90,6 +90,14 @@ def privatize(
     method = RGP() if method is None else method
     if not isinstance(method, Method):
         raise TypeError(f"method must be one of rgp's methods, such as rgp.RGP(rank=8); got {method!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {model!r}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be an instance of a torch.optim class; got {optimizer!r}")
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise TypeError(f"scheduler must have a step() method; got {scheduler!r}")
+    if budget is not None and not isinstance(budget, Budget):
+        raise TypeError(f"budget must be an rgp.Budget, such as rgp.Budget(epsilon=8.0, delta=1e-5); got {budget!r}")
     if (getattr(method, "source", None) == "public") != (public_loss is not None):
         raise ValueError("source='public' and public_loss= go together: give both, or neither")
     if isinstance(method, NonPrivate) and (budget is not None or noise_multiplier != 0 or clip is not None):
@@ -189,7 +197,8 @@ def settle(
         clips = per_step("clip", clip, steps, lambda c: 0 < c < math.inf, "positive and finite, or None without noise")
 
     accountant = "pld" if budget is None else budget.accountant
-    chosen = (budget.delta if budget is not None else delta) or accounting.default_delta(size)
+    chosen = budget.delta if budget is not None else delta
+    chosen = accounting.default_delta(size) if chosen is None else chosen
     accounting.check_delta(chosen, size)
     if budget is not None:
         if clips is None:

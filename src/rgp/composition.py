@@ -1,0 +1,277 @@
+"""Events -> privacy loss: composition on dp-accounting's grids, always on the pessimistic side.
+
+accounting.py asks here; nothing else does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from numbers import Integral
+from typing import Any
+
+ACCOUNTANTS = ("pld", "rdp")
+
+# Privacy losses are put on a grid of this width, always on the pessimistic side. It is dp-accounting's own default, so
+# anyone can reproduce our numbers with a bare PLDAccountant.
+_INTERVAL = 1e-4
+_FINEST_INTERVAL = 1e-5
+_TOLERANCE = 1e-3  # relative error of epsilon above which the grid is made finer
+_MOST_BINS = 250_000  # about one second of work; a wider range of losses gets a coarser grid
+_MANY_KINDS = 4  # a schedule with more kinds of events than this starts on a coarser grid
+_MOST_KINDS = 64  # a schedule with more kinds than this is rounded, to the pessimistic side, until it has no more
+_FEW_ORDERS = (
+    1.5,
+    2,
+    3,
+    4,
+    5,
+    6,
+    8,
+    10,
+    12,
+    16,
+    20,
+    24,
+    32,
+    48,
+    64,
+    128,
+    256,
+    1024,
+)  # enough to know the size of epsilon
+
+
+@dataclass(frozen=True)
+class Event:
+    """One drawn batch and everything released from it; `count` of them, if they are alike.
+
+    sampling_rate: probability q with which each example is drawn
+    noise_multiplier: noise standard deviation over sensitivity; `combine` gives it for several quantities of one batch
+    max_batch, dataset_size: set both if a larger draw is cut down to `max_batch` examples chosen at random (pld only).
+        Accounting then adds one to `dataset_size`, because the larger neighbour may have one example more
+    """
+
+    sampling_rate: float
+    noise_multiplier: float
+    count: int = 1
+    max_batch: int | None = None
+    dataset_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sampling_rate <= 1:
+            raise ValueError(
+                f"sampling_rate={self.sampling_rate} must be above 0 and at most 1: it is the expected batch size "
+                "divided by the number of examples."
+            )
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(f"noise_multiplier={self.noise_multiplier} must be finite, and 0 (no privacy) or more.")
+        check_count("count", self.count, least=0)
+        if (self.max_batch is None) != (self.dataset_size is None):
+            raise ValueError(
+                f"max_batch={self.max_batch} and dataset_size={self.dataset_size}: how often a draw is cut depends on "
+                "both. Give both, or neither."
+            )
+        if self.max_batch is not None:
+            check_count("max_batch", self.max_batch, least=1)
+            check_count("dataset_size", self.dataset_size, least=1)
+
+
+# Composition. `merged` below is what `merge` returns: few kinds of events, each once, with its count.
+
+
+def merge(events: Iterable[Event]) -> tuple[Event, ...]:
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for e in events:
+        counts[e.sampling_rate, e.noise_multiplier, e.max_batch, e.dataset_size] += e.count
+    kinds = [Event(q, sigma, n, cap, size) for (q, sigma, cap, size), n in counts.items() if n > 0]
+    if len(kinds) > _MOST_KINDS and (fewer := merge(coarsen(kinds))) and len(fewer) < len(kinds):
+        return fewer
+    return tuple(sorted(kinds, key=lambda e: (e.sampling_rate, e.noise_multiplier, e.max_batch or 0)))
+
+
+def coarsen(events: Sequence[Event]) -> list[Event]:
+    """The same events with sigma rounded down and q up, onto grids just coarse enough to leave few kinds of them."""
+    noisy = [e for e in events if e.noise_multiplier > 0]
+    ratio = 1.001
+    rounded = list(events)
+    while noisy and len({(e.sampling_rate, e.noise_multiplier) for e in rounded}) > _MOST_KINDS and ratio < 2:
+        least, most = min(e.noise_multiplier for e in noisy), max(e.sampling_rate for e in noisy)
+        rounded = [_rounded(e, least, most, math.log(ratio)) for e in events]
+        ratio = ratio**1.25
+    return rounded
+
+
+def _rounded(event: Event, least_sigma: float, most_q: float, log_ratio: float) -> Event:
+    sigma, q = event.noise_multiplier, event.sampling_rate
+    if sigma > 0:
+        level = math.floor(math.log(sigma / least_sigma) / log_ratio)
+        sigma = min(sigma, least_sigma * math.exp(level * log_ratio))
+    if event.max_batch is None:  # with a cap, a higher q also means more cutting: it is not the pessimistic side
+        level = math.floor(math.log(most_q / q) / log_ratio)
+        q = max(q, most_q * math.exp(-level * log_ratio))
+    return replace(event, sampling_rate=q, noise_multiplier=sigma)
+
+
+@lru_cache(maxsize=4096)
+def composed_epsilon(merged: tuple[Event, ...], delta: float, accountant: str) -> float:
+    if not merged:
+        return 0.0
+    if any(event.noise_multiplier == 0 for event in merged):
+        return math.inf
+    if accountant == "pld":
+        return read_epsilon(composed_pld(merged, delta), delta, merged)
+    return read_epsilon(compose(make_accountant("rdp"), merged), delta)
+
+
+@lru_cache(maxsize=2)  # megabytes each
+def composed_pld(merged: tuple[Event, ...], delta: float) -> Any:
+    """The composed PLD, on a grid fine enough for `delta`.
+
+    Every grid gives an upper bound. Its error shrinks with the square of the interval, so two grids, one of which is
+    cheap, tell how much is left.
+    """
+    first = 10 * grid_interval(merged, rough_epsilon(merged, delta))
+    coarse = coarse_epsilon(merged, delta)
+    interval = min(first / 10, grid_interval(merged, coarse))
+    finer = first / interval
+    while True:
+        pld = compose(make_accountant("pld", interval), merged)
+        fine = read_epsilon(pld, delta, merged)
+        error = (coarse - fine) / (finer**2 - 1) / max(fine, 1e-9)
+        if error <= _TOLERANCE or interval <= _FINEST_INTERVAL:
+            return pld
+        finer = min(1.2 * math.sqrt(error / _TOLERANCE), interval / _FINEST_INTERVAL)
+        interval, coarse = interval / finer, fine
+
+
+@lru_cache(maxsize=4096)
+def coarse_epsilon(merged: tuple[Event, ...], delta: float) -> float:
+    """An upper bound, at a tenth of the work of `composed_epsilon`."""
+    pld = make_accountant("pld", 10 * grid_interval(merged, rough_epsilon(merged, delta)))
+    return read_epsilon(compose(pld, merged), delta, merged)
+
+
+def grid_interval(merged: Sequence[Event], size: float) -> float:
+    """Interval for an epsilon of about `size`: `_INTERVAL`, unless the losses range so widely that it takes minutes."""
+    widest = size
+    for e in merged:
+        sigma = e.noise_multiplier / (math.sqrt(e.count) if _is_plain(e) else 1)
+        if sigma > 0:
+            widest = max(widest, 0.5 / sigma**2 + 10 / sigma)
+    many = 10 if len(merged) > _MANY_KINDS else 1
+    return _INTERVAL * many * max(1, math.ceil(widest / (_INTERVAL * _MOST_BINS)))
+
+
+def rough_epsilon(merged: Sequence[Event], delta: float) -> float:
+    """The size of epsilon, in milliseconds: to choose grids and first guesses, never to report."""
+    # Cutting a draw exchanges examples, which at worst doubles the sensitivity.
+    plain = [
+        e if e.max_batch is None else Event(e.sampling_rate, e.noise_multiplier / 2, e.count)
+        for e in merged
+        if e.noise_multiplier > 0
+    ]
+    return read_epsilon(compose(make_accountant("rdp", orders=_FEW_ORDERS), plain), delta)
+
+
+def make_accountant(kind: str, interval: float = _INTERVAL, orders: Sequence[float] | None = None) -> Any:
+    from dp_accounting import NeighboringRelation
+
+    neighbours = NeighboringRelation.ADD_OR_REMOVE_ONE
+    if kind == "pld":
+        from dp_accounting.pld import PLDAccountant
+
+        return PLDAccountant(neighbours, value_discretization_interval=interval)
+    from dp_accounting.rdp import RdpAccountant
+
+    return RdpAccountant(orders, neighbours)
+
+
+def compose(ledger: Any, merged: Iterable[Event]) -> Any:
+    from dp_accounting import dp_event
+
+    with _without_absl_warnings():
+        for e in merged:
+            release: Any = dp_event.GaussianDpEvent(e.noise_multiplier)
+            if e.max_batch is not None and e.dataset_size is not None:
+                release = dp_event.TruncatedSubsampledGaussianDpEvent(
+                    e.dataset_size + 1, e.sampling_rate, e.max_batch, e.noise_multiplier
+                )
+                if not ledger.supports(release):
+                    raise ValueError(
+                        f"max_batch={e.max_batch}: Rényi accounting has no bound for batches cut to a maximum. "
+                        'Use accountant="pld", or no max_batch.'
+                    )
+            elif e.sampling_rate < 1:
+                release = dp_event.PoissonSampledDpEvent(e.sampling_rate, release)
+            ledger.compose(release, int(e.count))
+    return ledger
+
+
+def read_epsilon(ledger: Any, delta: float, rounded: Iterable[Event] = ()) -> float:
+    """Epsilon at delta, less what rounding may have taken from it in the events that went through an FFT."""
+    slack = fft_rounding(rounded)
+    if delta <= 2 * slack:
+        raise ValueError(
+            f"delta={delta} is too small for PLD accounting of so many batches, whose rounding errors reach "
+            f'{slack:.1g}. Use a delta above {2 * slack:.1g}, or accountant="rdp".'
+        )
+    return max(0.0, float(ledger.get_epsilon(delta - slack)))
+
+
+def fft_rounding(merged: Iterable[Event]) -> float:
+    """More than floating point can take away from a composed delta.
+
+    Raising a spectrum to the power `steps` multiplies its rounding errors by `steps`. Measured against the Gaussian
+    closed form, up to a million steps: at most 0.2 steps 2^-52. Uncorrected, epsilon at delta = 1e-12 is 0.04 too small
+    after 90,000 steps.
+    """
+    return sum((50 + (0 if _is_plain(e) else int(e.count))) * 2.0**-51 for e in merged)
+
+
+def _is_plain(event: Event) -> bool:
+    """No sampling at all: dp-accounting then folds all steps into one release with less noise, without an FFT."""
+    return event.sampling_rate == 1 and event.max_batch is None
+
+
+@contextmanager
+def _without_absl_warnings() -> Iterator[None]:
+    # dp-accounting warns of every Rényi order it leaves out. One order less is still an upper bound.
+    logger = logging.getLogger("absl")
+
+    def reject(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING
+
+    logger.addFilter(reject)
+    try:
+        yield
+    finally:
+        logger.removeFilter(reject)
+
+
+# Checks
+
+
+def check_accountant(accountant: str) -> None:
+    if accountant not in ACCOUNTANTS:
+        raise ValueError(f'accountant={accountant!r} must be "pld" (tight, the default) or "rdp" (as in the paper).')
+
+
+def check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value} must be a finite number above 0.")
+
+
+def check_probability(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"{name}={value} must be above 0 and below 1; well below 1/N for N examples.")
+
+
+def check_count(name: str, value: Any, *, least: int) -> None:
+    if not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number, {least} or more.")

@@ -1,0 +1,127 @@
+"""A name or a path -> data, by whoever can read it."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from rgp.data import tables
+from rgp.data.catalogue import IMAGES, TEXTS, Texts
+from rgp.data.images import load_digits, load_folder, load_mat, load_npz
+from rgp.data.labels import index_labels
+from rgp.data.spec import Data, DataError, DataSpec, listing
+from rgp.data.splits import hold_out
+from rgp.data.text import text_data
+
+_TESTS = ("test", "validation", "valid", "dev")
+
+
+def load(spec: DataSpec) -> Data:
+    """Read a data set; nothing is downloaded except from the Hugging Face hub when `spec.name` says so.
+
+    >>> data = load(DataSpec(name="digits"))
+    >>> len(data.train), len(data.test), data.shape
+    (1438, 359, (1, 8, 8))
+    """
+    name = str(spec.name)
+    if name == "digits":
+        return load_digits(spec)
+    if name in IMAGES:
+        return _load_images(name, spec)
+    if name in TEXTS:
+        return _load_texts(name, spec)
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _load_file(path, spec)
+    if path.is_dir():
+        return _load_folder(path, spec)
+    if name.startswith("hf:") or (name.count("/") == 1 and not path.suffix and not name.startswith((".", "/", "~"))):
+        from rgp.data.hub import load_hub
+
+        return load_hub(spec)
+    built_in = [*IMAGES, *TEXTS]
+    close = get_close_matches(name, built_in, 1)
+    raise DataError(
+        f"There is no file or folder {name!r}"
+        + (f"; did you mean {close[0]!r}?" if close else f", and it is none of {', '.join(built_in)}.")
+        + " A data set of the Hugging Face hub is written hf:owner/name."
+    )
+
+
+def _load_images(name: str, spec: DataSpec) -> Data:
+    entry, file, folder = IMAGES[name], spec.where / f"{name}.npz", spec.where / name
+    if file.is_file():
+        return load_npz(file, spec, entry.pixels, entry.labels)
+    if name == "svhn" and (folder / "train_32x32.mat").is_file():
+        return load_mat(folder, spec)
+    mats = " or train_32x32.mat and test_32x32.mat in its folder svhn" if name == "svhn" else ""
+    raise DataError(f"{name} is not in {spec.where}{mats}: fetch it with `rgp data get {name}`, or set folder.")
+
+
+def _load_texts(name: str, spec: DataSpec) -> Data:
+    entry, folder = TEXTS[name], spec.where / name
+    if not folder.is_dir():
+        raise DataError(
+            f"{name} is not in {spec.where}: fetch it with `rgp data get {name}`, or put {supply(name)} there, or set "
+            "folder."
+        )
+    return _load_tables(folder, spec, entry)
+
+
+def supply(name: str) -> str:
+    """How to bring a built-in set of texts by hand."""
+    entry = TEXTS[name]
+    columns = ", ".join((*entry.text[0], entry.label[0]))
+    return f"{name}/train.tsv and {name}/{entry.test[0]}.tsv with the columns {columns} (also .csv, .jsonl, .parquet)"
+
+
+def _load_file(path: Path, spec: DataSpec) -> Data:
+    ending = path.suffix.lower()
+    if ending == ".npz":
+        return load_npz(path, spec)
+    if ending == ".mat":
+        return load_mat(path, spec)
+    if ending in tables.ENDINGS:
+        return _load_tables(path, spec, None)
+    raise DataError(f"{path}: endings that can be read are .npz, .mat, {', '.join(tables.ENDINGS)}; or a folder.")
+
+
+def _load_folder(path: Path, spec: DataSpec) -> Data:
+    if (path / "train_32x32.mat").is_file():
+        return load_mat(path, spec)
+    if _split_file(path, ("train",)) is not None:
+        return _load_tables(path, spec, None)
+    return load_folder(path, spec)
+
+
+def _load_tables(path: Path, spec: DataSpec, entry: Texts | None) -> Data:
+    """A file, which is split here, or a folder with train.* and a test split. `entry` knows the columns of a built-in."""
+    if path.is_dir():
+        tests = entry.test if entry else _TESTS
+        train, test = _split_file(path, ("train",)), _split_file(path, tests)
+        if train is None or (test is None and entry is not None):
+            raise DataError(
+                f"{path} must hold train.tsv and {' or '.join(f'{name}.tsv' for name in tests)} "
+                f"(or {', '.join(e for e in tables.ENDINGS if e != '.tsv')}); "
+                f"it holds {listing(sorted(p.name for p in path.iterdir()))}."
+            )
+        files = [train] if test is None else [train, test]
+    else:
+        files = [path]
+    read = [tables.read_table(file) for file in files]
+    label_name = _choose(read[0], [(spec.label,)] if spec.label else [(n,) for n in (entry.label if entry else ())], "label", "label", files[0])[0]
+    text_names = _choose(
+        read[0], [spec.text_columns] if spec.text_columns else list(entry.text if entry else [("text",), ("sentence",)]), "text", "text", files[0]
+    )
+    texts = [[tables.column(table, n, file) for n in text_names] for table, file in zip(read, files, strict=True)]
+    values = [tables.column(table, label_name, file) for table, file in zip(read, files, strict=True)]
+    if len(files) == 1:
+        rows = hold_out(len(values[0]), spec.held_out, spec.seed, str(path))
+        texts = [[[column[i] for i in part] for column in texts[0]] for part in rows]
+        values = [[values[0][i] for i in part] for part in rows]
+    labels, names = index_labels(values, str(path), label_name, entry.labels if entry else ())
+    return text_data(list(zip(texts, labels, strict=True)), names, str(path), len(files) == 2, spec)
+
+
+def _split_file(folder: Path, names: tuple[str, ...]) -> Path | None:
+    return next((file for n in names for e in tables.ENDINGS if (file := folder / f"{n}{e}").is_file()), None)

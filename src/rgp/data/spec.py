@@ -1,0 +1,110 @@
+"""What to load, and what comes out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+class DataError(ValueError):
+    """A data set that cannot be had or read. Names the file, the column, and what is there instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """A data set by name or path: `DataSpec(name="digits")`, `DataSpec(name="reviews.csv", text="review")`.
+
+    name: a built-in name (`rgp data list`), a file or folder, or a Hugging Face data set as "owner/name" or
+        "hf:owner/name:config"
+    text: column or columns with text; by default "text" or "sentence"
+    label: column with the class; by default "label"
+    held_out: share of the rows kept for testing, where no test split was published
+    seed: of the permutation that decides which rows those are
+    folder: where built-in data sets are kept; by default $RGP_DATA, or a folder in the user's cache
+    tokenizer: for text: name or folder of a Hugging Face tokenizer, or such a tokenizer
+    max_length: tokens of a text that are kept
+    image_size: for image folders and the hub: height and width to which images are brought; by default all must agree
+    """
+
+    name: str
+    text: str | tuple[str, ...] | None = None
+    label: str | None = None
+    held_out: float = 0.2
+    seed: int = 0
+    folder: str | os.PathLike[str] | None = None
+    tokenizer: Any = None
+    max_length: int = 128
+    image_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not str(self.name):
+            raise DataError("name is empty: give a data set's name (see `rgp data list`) or a path.")
+        if not 0 < self.held_out < 1:
+            raise DataError(f"held_out={self.held_out} must lie between 0 and 1: it is a share of the rows.")
+        if self.seed < 0:
+            raise DataError(f"seed={self.seed} must be 0 or more.")
+        if self.max_length < 1:
+            raise DataError(f"max_length={self.max_length} must be 1 or more: it counts tokens.")
+        if self.image_size is not None and self.image_size < 1:
+            raise DataError(f"image_size={self.image_size} must be 1 or more: it counts pixels.")
+        if isinstance(self.text, list):  # as configuration files have it
+            object.__setattr__(self, "text", tuple(self.text))
+        if self.text_columns is not None and not 1 <= len(self.text_columns) <= 2:
+            raise DataError(f"text={self.text} must be one column, or two for pairs of texts.")
+
+    @property
+    def text_columns(self) -> tuple[str, ...] | None:
+        return (self.text,) if isinstance(self.text, str) else self.text
+
+    @property
+    def where(self) -> Path:
+        return data_folder(self.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Two map-style data sets and the facts a model needs.
+
+    train, test: images give `(x, y)`, channels first, float32; texts give dicts with input_ids, attention_mask, labels
+    shape: of one image, channels first; `(max_length,)` for texts
+    collate_fn: pads texts to the longest of a batch; None for images
+    description: one line for people
+    published_test: False if the test rows were held out of the training data by us
+    public_constants: every number that preprocessing used; none was computed from the data
+    label_names: what the classes 0, 1, ... are called
+    """
+
+    train: Any
+    test: Any
+    classes: int
+    kind: Literal["image", "text"]
+    shape: tuple[int, ...]
+    collate_fn: Callable[[list[Any]], Any] | None
+    description: str
+    published_test: bool
+    public_constants: dict[str, Any]
+    label_names: tuple[str, ...] = field(default=())
+
+
+def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
+    """Where built-in data sets are kept: the argument, $RGP_DATA, or the user's cache."""
+    if folder is not None:
+        return Path(folder).expanduser()
+    if os.environ.get("RGP_DATA"):
+        return Path(os.environ["RGP_DATA"]).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rgp"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))) / "rgp"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rgp"
+
+
+def listing(names: Any, most: int = 12) -> str:
+    """Names for an error message: the first few, and how many more there are."""
+    names = [str(name) for name in names]
+    shown = ", ".join(names[:most]) or "nothing"
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,213 @@
+"""What a run proved, for whoever gets the model: summary.json, and the privacy card in model/.
+
+The card holds nothing that was computed from private data without noise.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from rgp import accounting
+from rgp._version import __version__
+from rgp.engine import Run
+from rgp.train.config import Config
+from rgp.train.setup import Parts
+
+NOT_COVERED = [
+    "several rows of one person: k rows are protected by no more than k times epsilon",
+    "the number of training rows, which counts as public",
+    "settings that were chosen by looking at results on the private data",
+    "training loss, gradient norms, accuracy on private rows and other diagnostics: none of them is in this folder",
+    "what the initial weights were trained on before this run",
+    "what can be inferred about a person without their row: that the training found a general truth",
+]
+NEIGHBOURS = "add-or-remove-one"
+
+
+def summarize(
+    config: Config,
+    parts: Parts,
+    run: Run,
+    *,
+    accuracy: float | None,
+    wall_seconds: float,
+    step_seconds: float,
+    peak_memory_bytes: int | None,
+) -> dict[str, Any]:
+    """The content of summary.json. `epsilon` is null where nothing is protected, never Infinity."""
+    settings, private = run.settings, config.private
+    spent = run.epsilon() if private else math.inf
+    return {
+        "method": config.method.name,
+        "dataset": config.data.name,
+        "model": config.model.name,
+        "accuracy": accuracy,
+        "accuracy_is_publishable": parts.published_test,
+        "epsilon": spent if math.isfinite(spent) else None,
+        "delta": settings.delta if private else None,
+        "accountant": settings.accountant if private else None,
+        "noise_multiplier": run.noise_multiplier if private else None,
+        "clip": settings.clip(0),
+        "steps": run.step_index,
+        "batch_size": settings.batch_size(0),
+        "sampling_rate": settings.rate(0),
+        "seed": config.run.seed,
+        "wall_seconds": wall_seconds,
+        "step_seconds": step_seconds,
+        "peak_memory_bytes": peak_memory_bytes,
+        "parameters": sum(e.size for e in run.plan),
+        "trained_parameters": sum(e.size for e in run.plan.trained),
+        "noise_dimensions": run.plan.noise_dimensions if private else 0,
+        "finished": run.finished,
+        "planned_steps": settings.steps,
+        "training_rows": settings.dataset_size,
+        "held_out_rows": len(parts.data.test),
+        "secure_noise": config.run.secure_noise,
+        "releases": run.ledger.count,
+        "ledger_head": run.ledger.head,
+        "device": str(parts.device),
+        "threads": torch.get_num_threads(),
+        "version": __version__,
+    }
+
+
+def plan_rows(run: Run) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": e.name,
+            "shape": list(e.shape),
+            "treatment": e.treatment,
+            "rank": e.rank,
+            "noise_dimensions": e.noise_dimensions,
+            "why": e.why,
+        }
+        for e in run.plan
+    ]
+
+
+def make_card(config: Config, parts: Parts, run: Run, summary: dict[str, Any]) -> dict[str, Any]:
+    private, settings = summary["epsilon"] is not None, run.settings
+    card: dict[str, Any] = {
+        "private": private,
+        "epsilon": summary["epsilon"],
+        "delta": summary["delta"],
+        "accountant": summary["accountant"],
+        "unit": "one row of the training data",
+        "neighbours": NEIGHBOURS,
+        "sampling": {
+            "kind": "Poisson",
+            "rate": summary["sampling_rate"],
+            "expected_batch_size": summary["batch_size"],
+            "max_batch": settings.max_batch,
+            "steps": summary["steps"],
+        },
+        "method": summary["method"],
+        "noise_multiplier": summary["noise_multiplier"],
+        "clip": summary["clip"],
+        "seed_known": config.run.seed is not None,
+        "secure_noise": config.run.secure_noise,
+        "dataset": summary["dataset"],
+        "training_rows": summary["training_rows"],
+        "model": summary["model"],
+        "parameters": summary["parameters"],
+        "preprocessing": {str(k): _plain(v) for k, v in (getattr(parts.data, "public_constants", None) or {}).items()},
+        "not_covered": NOT_COVERED,
+        "ledger": {"releases": summary["releases"], "head": summary["ledger_head"]},
+        "code": {"rgp": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    if summary["accuracy_is_publishable"]:
+        card["accuracy"] = summary["accuracy"]  # on a published test split, which nobody asked to protect
+    if private and settings.accountant == "pld":
+        meaning = accounting.meaning(run.ledger.events(), delta=settings.delta)
+        card["attack_bound"] = {"false_positive_rate": 0.01, "true_positive_rate": meaning.tpr_at_1_percent}
+    return card
+
+
+def card_text(card: dict[str, Any]) -> str:
+    """The card as Markdown, for people."""
+    lines = ["# Privacy card", ""]
+    if not card["private"]:
+        lines += [
+            "**This model is NOT private.** It was trained without noise: it may reproduce rows of its training data, and",
+            "anyone who has it may be able to tell whose rows were used.",
+            "",
+        ]
+    else:
+        epsilon, delta = round_up(card["epsilon"]), card["delta"]
+        lines += [
+            f"**Proven: ({epsilon}, {delta:g})-differential privacy** for one row of the training data.",
+            "",
+            "Whether any one row was used or not, no outcome of this training, the weights here included, becomes more than",
+            f"e^{epsilon} = {_big(math.exp(float(epsilon)))} times as likely, except with probability {delta:g}.",
+        ]
+        if "attack_bound" in card:
+            rate = math.ceil(card["attack_bound"]["true_positive_rate"] * 1e4) / 100
+            lines.append(
+                f"An attacker who knows everything but whether a row was used, and may be wrong about 1% of the unused rows,\n"
+                f"recognises at most {rate:.2f}% of the used ones."
+            )
+        lines.append("")
+    if card["seed_known"]:
+        lines += [
+            "**A seed was given for this run.** The guarantee does not hold against anyone who knows or guesses it.",
+            "",
+        ]
+    sampling = card["sampling"]
+    facts = [
+        ("protected", card["unit"]),
+        ("neighbouring data sets", "one row is added or removed"),
+        ("accountant", {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi (RDP)", None: "none"}[card["accountant"]]),
+        (
+            "sampling",
+            f"Poisson: every row with probability {sampling['rate']:.6g} on its own, in each of {sampling['steps']} steps"
+            + ("" if sampling["max_batch"] is None else f"; at most {sampling['max_batch']} rows"),
+        ),
+        ("noise", _or_none(card["noise_multiplier"], "{:g} times the clipping norm, on every released sum")),
+        ("clipping norm", _or_none(card["clip"], "{:g}")),
+        ("method", card["method"]),
+        ("random numbers", _randomness(card)),
+        ("data", f"{card['dataset']}, {card['training_rows']:,} training rows (this number counts as public)"),
+        ("model", f"{card['model']}, {card['parameters']:,} parameters"),
+        ("record", f"{card['ledger']['releases']} releases, ledger head `{card['ledger']['head']}`"),
+        ("code", f"rgp {card['code']['rgp']}, torch {card['code']['torch']}, Python {card['code']['python']}"),
+        ("made", card["made"]),
+    ]
+    if "accuracy" in card and card["accuracy"] is not None:
+        facts.insert(-3, ("accuracy", f"{card['accuracy']:.4f} on the published test split"))
+    lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
+    if card["preprocessing"]:
+        lines += ["Preprocessing used fixed, public constants only:", ""]
+        lines += [*(f"- {name}: {value}" for name, value in card["preprocessing"].items()), ""]
+    if card["private"]:
+        lines += ["Not covered by the guarantee:", "", *(f"- {item}" for item in card["not_covered"]), ""]
+    return "\n".join(lines)
+
+
+def round_up(epsilon: float, digits: int = 3) -> str:
+    """Never shows less than was spent."""
+    return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"
+
+
+def _big(value: float) -> str:
+    return f"{value:,.0f}" if 100 <= value < 1e7 else f"{value:.3g}"
+
+
+def _or_none(value: Any, words: str) -> str:
+    return "none" if value is None else words.format(value)
+
+
+def _randomness(card: dict[str, Any]) -> str:
+    if card["seed_known"]:
+        return "from a seed that was given"
+    source = "a cryptographic generator" if card["secure_noise"] else "numpy's Philox"
+    return f"{source}, keyed with 256 bits from the operating system that nobody has seen"
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)

@@ -1,0 +1,249 @@
+"""Config -> data, model, optimizer, schedule, method: everything `rgp.privatize` is given, and how to evaluate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rgp
+from rgp import accounting
+from rgp.train.config import CARRIED, IMAGE_MODELS, Config, ConfigError, MethodConfig
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "rgp": rgp.RGP,
+    "rgp-random": rgp.RGPRandom,
+    "dpsgd": rgp.DPSGD,
+    "linear": rgp.LinearProbe,
+    "bitfit": rgp.BiTFiT,
+    "nonprivate": rgp.NonPrivate,
+}
+
+
+@dataclass
+class Parts:
+    """What a run is made of."""
+
+    data: Any  # rgp.data.Data
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    method: Any
+    steps: int
+    device: torch.device
+    tokenizer: Any = None
+
+    @property
+    def published_test(self) -> bool:
+        """Whether held-out rows come from a published test split, so that accuracy on them may be published."""
+        return bool(getattr(self.data, "published_test", False))
+
+
+def make(config: Config) -> Parts:
+    """Load and build everything; ConfigError where the config does not fit the data."""
+    device = pick_device(config.run.device)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    tokenizer = None if config.model.name in IMAGE_MODELS else load_tokenizer(config)
+    data = load_data(config, tokenizer)
+    steps = check_against_data(config, data)
+    with initial_seed(config.run.seed):
+        model = make_model(config, data).to(device)
+    method = make_method(config.method)
+    optimizer = make_optimizer(config, model)
+    return Parts(
+        data=data,
+        model=model,
+        optimizer=optimizer,
+        scheduler=make_schedule(config, optimizer, steps),
+        method=method,
+        steps=steps,
+        device=device,
+        tokenizer=tokenizer,
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[device.type]
+    if not there or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+        raise ConfigError([f"run.device = {name}: this machine has none; use auto"])
+    return device
+
+
+@contextmanager
+def initial_seed(seed: int | None) -> Iterator[None]:
+    """Initial weights: repeatable with a seed. They are public either way."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+# ---------------------------------------------------------------------- data
+
+
+def load_data(config: Config, tokenizer: Any) -> Any:
+    from rgp.data import DataSpec, load
+
+    given = {f.name: getattr(config.data, f.name) for f in fields(config.data)}
+    if tokenizer is not None and "tokenizer" in DataSpec.__dataclass_fields__:
+        given["tokenizer"] = config.model.name
+    return load(DataSpec(**given))
+
+
+def check_against_data(config: Config, data: Any) -> int:
+    """The number of steps; ConfigError for what only the data can tell."""
+    training, budget, size = config.training, config.budget, len(data.train)
+    mistakes = []
+    if training.batch_size > size:
+        mistakes.append(f"training.batch_size = {training.batch_size}: must be at most {size}, the number of training rows")
+    if budget.delta is not None and budget.delta * size >= 1:
+        mistakes.append(
+            f"budget.delta = {budget.delta:g}: must be below 1/{size}, one over the number of training rows; null chooses "
+            f"{accounting.default_delta(size):g}"
+        )
+    images = config.model.name in IMAGE_MODELS
+    if images != (data.kind == "image"):
+        wanted = "a Hugging Face model" if images else f"one of {', '.join(IMAGE_MODELS)}"
+        mistakes.append(f"model.name = {config.model.name}: the data hold {data.kind}s; the model must be {wanted}")
+    if mistakes:
+        raise ConfigError(mistakes)
+    if training.steps is not None:
+        return training.steps
+    assert training.epochs is not None
+    return accounting.planned_steps(training.epochs, size, training.batch_size)
+
+
+# ---------------------------------------------------------------------- model
+
+
+def make_model(config: Config, data: Any) -> nn.Module:
+    name, width = config.model.name, config.model.width
+    if name not in IMAGE_MODELS:
+        return make_transformer(config, data.classes)
+    shape = tuple(data.shape)
+    if name == "mlp":
+        hidden = width or 128
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(math.prod(shape), hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, data.classes),
+        )
+    from rgp.models import SmallCNN, wrn
+
+    if name == "small-cnn":
+        if min(shape[1:]) < 8:
+            raise ConfigError([f"model.name = small-cnn: needs images of at least 8 x 8; these are {shape[1]} x {shape[2]}"])
+        return SmallCNN(num_classes=data.classes, in_channels=shape[0], width=width or 32)
+    return wrn(name, num_classes=data.classes, in_channels=shape[0])
+
+
+def _transformers(config: Config) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError([f"model.name = {config.model.name}: needs pip install 'rgp[hf]'"]) from error
+    return transformers
+
+
+def load_tokenizer(config: Config) -> Any:
+    return _from_hub(config, lambda t, where: t.AutoTokenizer.from_pretrained(where))
+
+
+def make_transformer(config: Config, classes: int) -> nn.Module:
+    def load(t: Any, where: str) -> nn.Module:
+        if config.model.pretrained:
+            return t.AutoModelForSequenceClassification.from_pretrained(where, num_labels=classes)
+        return t.AutoModelForSequenceClassification.from_config(t.AutoConfig.from_pretrained(where, num_labels=classes))
+
+    return _from_hub(config, load)
+
+
+def _from_hub(config: Config, load: Callable[[Any, str], Any]) -> Any:
+    transformers = _transformers(config)
+    where = Path(config.model.name).expanduser()
+    try:
+        return load(transformers, str(where) if where.is_dir() else config.model.name)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError([f"model.name = {config.model.name}: cannot be loaded: {reason[:300]}"]) from error
+
+
+# ---------------------------------------------------------------------- method, optimizer
+
+
+def make_method(config: MethodConfig) -> Any:
+    given = {name: getattr(config, name) for name in CARRIED if getattr(config, name) is not None}
+    return METHODS[config.name](**given, head_scale=config.head_scale, overrides=config.overrides)
+
+
+def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    settings, parameters = config.optimizer, list(model.parameters())
+    if settings.name == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+        )
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.name]
+    return kind(parameters, lr=settings.lr, betas=(settings.momentum, 0.999), weight_decay=settings.weight_decay)
+
+
+def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    settings = config.optimizer
+    if settings.schedule == "constant" and settings.warmup == 0:
+        return None
+    rising = round(settings.warmup * steps)
+
+    def factor(step: int) -> float:
+        if step < rising:
+            return (step + 1) / rising
+        done = (step - rising) / max(1, steps - rising)
+        return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.schedule]
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+# ---------------------------------------------------------------------- batches and losses
+
+
+def logits_and_labels(model: nn.Module, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For a batch of (x, y), or a dictionary with "labels" as Hugging Face models take it."""
+    if isinstance(batch, (tuple, list)):
+        x, y = batch
+        return model(x.to(device)), y.to(device)
+    inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+    return model(**inputs).logits, batch["labels"].to(device)
+
+
+@torch.no_grad()
+def example_losses(
+    model: nn.Module, dataset: Any, *, collate_fn: Any, device: torch.device, batch_size: int
+) -> tuple[Tensor, Tensor]:
+    """(loss, whether the answer was right) of every example, in evaluation mode."""
+    loader = torch.utils.data.DataLoader(dataset, batch_size=batch_size, collate_fn=collate_fn)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    losses, right = [], []
+    try:
+        for batch in loader:
+            logits, y = logits_and_labels(model, batch, device)
+            losses.append(F.cross_entropy(logits.float(), y, reduction="none").cpu())
+            right.append((logits.argmax(1) == y).cpu())
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return torch.cat(losses), torch.cat(right)
