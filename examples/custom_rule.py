@@ -34,6 +34,8 @@ class Net(nn.Module):
 if __name__ == "__main__":
     torch.manual_seed(0)
     batch = torch.randn(6, 16), torch.randint(3, (6,))
-    result = rgp.check(Net(), batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), method=rgp.RGP(rank=2))
+    result = rgp.check(
+        Net(), batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), method=rgp.RGP(rank=2)
+    )
     print(result)
     assert result.ok

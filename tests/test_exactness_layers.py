@@ -357,6 +357,12 @@ def test_activation_checkpointing(reentrant, method, storage):
         check(model, 4, 8, method=method, family="activation checkpointing", losses=losses)
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_rgp_check_of_a_model_with_checkpoints(reentrant):
+    x, weight = torch.utils.data.default_collate(examples(4, 8))
+    assert rgp.check(Checkpointed(reentrant), (x, weight), squares, loss_reduction="none").ok
+
+
 def test_nested_checkpoints():
     class Nested(nn.Module):
         def __init__(self) -> None:

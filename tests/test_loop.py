@@ -8,6 +8,7 @@ import copy
 import gc
 import math
 import warnings
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -203,6 +204,19 @@ def test_a_closed_run_refuses_to_go_on():
         next(loop)
 
 
+def test_a_second_run_needs_the_first_one_closed():
+    model = toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = start(model, optimizer=optimizer)[1]
+    with pytest.raises(rgp.WrongUseError, match=r"another run.*close"):
+        start(model, optimizer=optimizer)
+    first.close()
+    with start(model, optimizer=optimizer)[1] as second:
+        for batch in second:
+            second.step(loss_of(model, batch))
+    assert second.step_index == 3
+
+
 # -------- no privacy
 
 
@@ -353,6 +367,21 @@ def test_a_loss_from_before_the_loop_is_refused():
         for _ in run:
             run.step(early)
     assert all(p.grad is None for p in model.parameters())
+    run.close()
+
+
+def test_a_parameter_that_goes_around_the_capture_is_refused():
+    class Hidden(nn.Linear):
+        def forward(self, x):
+            with torch._C.DisableTorchFunction():
+                return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(8, 16), Hidden(16, 3)).double()
+    model, run = start(model)
+    with pytest.raises(rgp.WrongUseError, match=r"'1.weight' was used outside the capture"):
+        for batch in run:
+            run.step(loss_of(model, batch))
+    assert run.epsilon() == 0
     run.close()
 
 
@@ -1178,6 +1207,22 @@ def test_a_model_that_mixes_examples_is_refused():
     run.close()
 
 
+def test_several_rows_for_each_example_are_not_guessed():
+    """Two views of each example: cat puts them far apart, stack and flatten next to each other. Shapes cannot tell."""
+    views = {"apart": lambda x: torch.cat([x, 2 * x]), "together": lambda x: torch.stack([x, 2 * x], 1).flatten(0, 1)}
+    for name, both in views.items():
+
+        def losses(model, batch, name=name, both=both):
+            found = F.cross_entropy(model(both(batch[0])), both(batch[1]) // 2 % 3, reduction="none")
+            return found.view(2, -1).sum(0) if name == "apart" else found.view(-1, 2).sum(1)
+
+        with pytest.raises(rgp.UnsupportedError, match=r"8 rows for 4 examples.*probe=False"):
+            check_exact(toy(), examples(), losses, microbatch_size=4)
+        if name == "together":
+            check_exact(toy(), examples(), losses, microbatch_size=4, probe=False)
+    assert captures() == 0
+
+
 # -------- check
 
 
@@ -1238,6 +1283,24 @@ def test_check_catches_a_wrong_reduction():
 
 def test_check_in_the_models_own_precision():
     assert rgp.check(Tagger(), padded(), lambda m, b: over_each_example(m, b).mean(), double=False).ok
+
+
+def test_check_with_an_example_without_gradient_and_a_mapping_that_is_no_dict():
+    def losses(model, batch):
+        return over_each_example(model, batch) * (batch["ids"][:, 0] != padded()["ids"][1, 0])
+
+    assert rgp.check(Tagger(), UserDict(padded()), losses, loss_reduction="none").ok
+
+
+def test_check_sees_a_parameter_that_goes_around_the_capture():
+    model = Tagger()
+    model.body.register_forward_hook(lambda layer, inputs, output: output + kept(layer, inputs[0]))
+
+    def kept(layer, x):  # an operation that is hidden from every mode
+        with torch._C.DisableTorchFunction():
+            return F.linear(x, layer.weight)
+
+    assert not rgp.check(model, padded(), over_each_example, loss_reduction="none").ok
 
 
 def test_check_needs_tensors():

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
 from rgp.errors import UnsupportedError, WrongUseError
-from rgp.rules import RULES
+from rgp.rules import ANYTIME, RULES
 from rgp.slots import Slot
 
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _BATCH_NORMS = (torch.nn.functional.batch_norm, torch.batch_norm)
 
@@ -40,9 +41,11 @@ class Capture(TorchFunctionMode):
         self._derived: dict[int, tuple[Tensor, Slot, bool]] = {}  # transposes of parameters, made in this micro-batch
         self.examples: int | None = None
         self.in_backward = False
+        self.recomputes = False  # whether the backward pass may run operations of the forward pass again
 
     def begin(self, examples: int) -> None:
         self.examples = examples
+        self.recomputes = False
         self._derived.clear()
 
     def end(self) -> None:
@@ -68,14 +71,23 @@ class Capture(TorchFunctionMode):
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             if not self.in_backward:
                 raise WrongUseError("call run.step(loss) in place of loss.backward(): it runs the backward pass itself")
-            if func is torch.autograd.backward and kwargs.get("inputs") is None:
+            if self.recomputes and func is torch.autograd.backward and kwargs.get("inputs") is None:
                 # a mode steps aside for the call that it handles, but activation checkpoints recompute inside this one
                 edges = [get_gradient_edge(t) if isinstance(t, Tensor) else t for t in args[0]]
                 with self:
                     return func(edges, **kwargs)
         elif func == _GRAD:
             _refuse_gradient_clipping()
-        if self.examples is None or not torch.is_grad_enabled():
+        if self.examples is None:
+            return func(*args, **kwargs)
+        if (
+            special := ANYTIME.get(func)
+        ) is not None:  # also without grad: a reentrant checkpoint will run it again with
+            self.recomputes = self.recomputes or not torch.is_grad_enabled() or _saved_tensors_hooks(False) is not None
+            return special(self, func, args, kwargs)
+        if not torch.is_grad_enabled():
+            if not self.recomputes:  # a reentrant checkpoint runs forward like this; or it is an evaluation
+                self.recomputes = any(self.slot(operand) is not None for operand in _operands(args, kwargs))
             return func(*args, **kwargs)
         if func in _BATCH_NORMS:
             _refuse_batch_statistics(func, args, kwargs)
@@ -83,6 +95,7 @@ class Capture(TorchFunctionMode):
         if not met:
             return func(*args, **kwargs)
         if (rule := RULES.get(func)) is not None:
+            self.recomputes = self.recomputes or _saved_tensors_hooks(False) is not None
             return rule(self, func, args, kwargs)
         result = func(*args, **kwargs)
         # shapes, dtypes, detached copies and the like carry no gradient and need no rule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ def check(
     model = copy.deepcopy(model)
     check_model(model)
     model = (model.double() if double else model).eval()
+    batch = dict(batch) if isinstance(batch, Mapping) else batch  # Hugging Face's BatchEncoding is no dict
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors:
         raise ValueError("batch holds no tensor, so it cannot be cut into examples")
@@ -86,8 +87,9 @@ def check(
         for name, (slot, found) in layout.items():
             truth = _released_form(slot, parameters[name].grad, parameters[name])
             # a gradient that is zero by symmetry (the bias of attention's keys) is rounding on both sides
-            scale = max(float(truth.norm()), 1e-6 * float(whole))
-            errors[name] = max(errors[name], float((found[i] - truth).norm()) / scale if found is not None else 0.0)
+            scale = max(float(truth.norm()), 1e-6 * float(whole)) or 1.0
+            missed = truth if found is None else found[i].detach() - truth
+            errors[name] = max(errors[name], float(missed.norm()) / scale)
     floor = 1e-9 if double else 1e-3
     return Check(errors, floor if tolerance is None else tolerance)
 

@@ -48,6 +48,7 @@ from rgp.streams import Streams
 
 FORMAT = 1
 LATEST, STATE, SECRET, INITIAL = "latest", "state.json", "secret.json", "initial.safetensors"
+DRAFT = ".draft"
 Folder = str | os.PathLike[str]
 Tensors = dict[str, Tensor]
 
@@ -76,7 +77,7 @@ def save(run: Run, folder: Folder) -> None:
         run.ledger.check_contains(known["count"], known["head"])
 
     name = _unused(folder, f"checkpoint-{run.step_index}")
-    draft = folder / f"{name}.draft"
+    draft = folder / (name + DRAFT)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     tensors, state = _state(run)
@@ -94,7 +95,8 @@ def save(run: Run, folder: Folder) -> None:
     if finished:
         (folder / SECRET).unlink(missing_ok=True)
     for other in folder.glob("checkpoint-*"):
-        if other.name != name:
+        ours = (other / STATE).exists() or other.suffix == DRAFT  # other programs use such names too
+        if ours and other.name != name:
             shutil.rmtree(other, ignore_errors=True)
 
 

@@ -257,3 +257,7 @@ if typer is not None:
     from rgp.bench.command import register as _register_bench
 
     _register_bench(app)
+
+    from rgp.train.command import register as _register_train
+
+    _register_train(app)

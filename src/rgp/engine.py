@@ -82,6 +82,9 @@ class Run:
                 e.name: self._parameters[e.name].detach().clone() for e in plan if e.treatment == "carried"
             }
 
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            if isinstance(getattr(hook, "__self__", None), Run):
+                raise WrongUseError("the optimizer belongs to another run that is not closed; call its close() first")
         self._required_grad = {name: p.requires_grad for name, p in self._parameters.items()}
         for name, parameter in self._parameters.items():
             parameter.grad = None
@@ -157,7 +160,8 @@ class Run:
     def step(self, loss: Tensor) -> bool:
         """Backward, clip, add up; at the end of a logical batch also noise, rebuild, `optimizer.step()` and zero.
 
-        Returns True when a logical batch ended.
+        Returns True when a logical batch ended and the optimizer took its step. (After a crash a repeated batch may come
+        out differently from what is on record; it is discarded then, and another one is drawn for the same step.)
         """
         m = self._waiting
         if self._closed:
@@ -165,7 +169,7 @@ class Run:
         if m is None:
             raise WrongUseError("run.step was called twice for one batch, or outside `for batch in run`")
         weights = self._loss_weights(loss, m)
-        last = self._last
+        last, step = self._last, self.step_index
         self._failed = True
         try:
             self._probe(m)
@@ -190,7 +194,7 @@ class Run:
         if last:
             self._end_step()
         self._failed = False
-        return last
+        return self.step_index > step
 
     @property
     def finished(self) -> bool:

@@ -130,7 +130,9 @@ class RGPRandom(RGP):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source != "random":
-            raise ValueError(f"RGPRandom has random carriers by definition; got source={self.source!r}, use rgp.RGP for it")
+            raise ValueError(
+                f"RGPRandom has random carriers by definition; got source={self.source!r}, use rgp.RGP for it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

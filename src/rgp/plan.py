@@ -20,7 +20,15 @@ from rgp.methods import Kind, Method, Treatment
 LARGEST_EXACT_HEAD = 10**6
 LARGEST_AUTO_RANK = 16
 _NORMS = ("norm", "ln_", "layernorm", "rmsnorm", "bn")
-_TOKENS = ("cls_token", "class_embedding", "mask_token", "distillation_token", "pos_embed", "position_embedding", "relative_position")
+_TOKENS = (
+    "cls_token",
+    "class_embedding",
+    "mask_token",
+    "distillation_token",
+    "pos_embed",
+    "position_embedding",
+    "relative_position",
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ class Plan:
 
         def line(row: tuple[str, ...]) -> str:
             return "  ".join(
-                cell.rjust(w) if i in (3, 4) else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+                cell.rjust(w) if i in (3, 4) else cell.ljust(w)
+                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
 
         total = sum(e.size for e in self.entries)
@@ -125,7 +134,9 @@ def make_plan(model: nn.Module, method: Method) -> Plan:
     for name, parameter in model.named_parameters():
         kind, why = kinds[id(parameter)]
         names = aliases[id(parameter)]
-        entry = Entry(name, tuple(parameter.shape), kind, "frozen", why=why, aliases=tuple(n for n in names if n != name))
+        entry = Entry(
+            name, tuple(parameter.shape), kind, "frozen", why=why, aliases=tuple(n for n in names if n != name)
+        )
         entries.append(_treat(entry, parameter, method, names))
     patterns = [*method.overrides, *(_rank_patterns(method))]
     every = [n for names in aliases.values() for n in names]
@@ -173,7 +184,9 @@ def _rank(entry: Entry, parameter: Tensor, method: Method, names: list[str]) -> 
     if rank is None:
         raise ValueError(f"{method.name} has no carriers, so {entry.name!r} cannot be carried; use rgp.RGP")
     if rank == "auto":
-        return min(LARGEST_AUTO_RANK, max(1, ceil(_stable_rank(parameter.detach().flatten(1)) - 1e-3)), entry.p, entry.d)
+        return min(
+            LARGEST_AUTO_RANK, max(1, ceil(_stable_rank(parameter.detach().flatten(1)) - 1e-3)), entry.p, entry.d
+        )
     if isinstance(rank, dict):
         found = [r for pattern, r in rank.items() if any(fnmatchcase(n, pattern) for n in names)]
         if not found:
@@ -216,7 +229,11 @@ def _kind(module: nn.Module, leaf: str, name: str, parameter: Tensor) -> tuple[K
         return "embedding", "embedding"
     if any(word in name for word in _TOKENS):
         return "token", "learned token, position or relative bias"
-    if parameter.dim() >= 2 and parameter.shape[0] == 1 and not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+    if (
+        parameter.dim() >= 2
+        and parameter.shape[0] == 1
+        and not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    ):
         return "token", "learned token or position"
     if parameter.dim() >= 2:
         return "matrix", ""

@@ -108,7 +108,9 @@ def privatize(
     check_plan(model, plan)
     check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS calls the loss again by itself, which private training cannot allow; use another optimizer")
+        raise ValueError(
+            "LBFGS calls the loss again by itself, which private training cannot allow; use another optimizer"
+        )
     settings = settle(
         size=size,
         method=method,
@@ -194,7 +196,8 @@ def settle(
     _positive("microbatch_size", microbatch_size)
     clips = None
     if clip is not None:
-        clips = per_step("clip", clip, steps, lambda c: 0 < c < math.inf, "positive and finite, or None without noise")
+        # outside of this, squares of float32 gradients under- or overflow where they matter
+        clips = per_step("clip", clip, steps, lambda c: 1e-10 <= c <= 1e10, "from 1e-10 to 1e10, or None without noise")
 
     accountant = "pld" if budget is None else budget.accountant
     chosen = budget.delta if budget is not None else delta
@@ -206,7 +209,9 @@ def settle(
         sigma = _calibrated(budget, chosen, batch_sizes, size, max_batch)
         sigmas = (sigma,) * steps
     else:
-        sigmas = per_step("noise_multiplier", noise_multiplier, steps, lambda s: 0 <= s < math.inf, "at least 0 and finite")
+        sigmas = per_step(
+            "noise_multiplier", noise_multiplier, steps, lambda s: 0 <= s < math.inf, "at least 0 and finite"
+        )
         if clips is None and any(s > 0 for s in sigmas):
             raise ValueError("clip=None is allowed with noise_multiplier=0 only: noise is a multiple of the clip norm")
         if not all(s > 0 for s in sigmas):
@@ -259,6 +264,11 @@ def check_model(model: nn.Module) -> None:
                 f"module {name!r} is {type(module).__name__} with running statistics, which would be computed from "
                 "private data without noise. Make it with track_running_stats=False, or call .eval() on it."
             )
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnsupportedError(
+                f"module {name or '(the model)'!r} is compiled, which hides its operations from the engine. Give privatize the "
+                "model as it was before torch.compile."
+            )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model has parameters on the meta device; load its weights first")
 
@@ -269,7 +279,9 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
     trained = {e.name for e in plan.trained}
     devices = {p.device for n, p in model.named_parameters() if n in trained}
     if len(devices) > 1:
-        raise ValueError(f"trained parameters are on several devices ({', '.join(map(str, devices))}); move them to one")
+        raise ValueError(
+            f"trained parameters are on several devices ({', '.join(map(str, devices))}); move them to one"
+        )
     for prefix, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             names = [f"{prefix}.{leaf}".lstrip(".") for leaf, _ in module.named_parameters()]

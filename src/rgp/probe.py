@@ -49,6 +49,13 @@ def check_examples_apart(model: nn.Module, call: Call, m: int, names: Mapping[in
 
     Returns False if the call cannot tell: its examples are all alike, or none of its tensors has them first.
     """
+    rows = [len(leaf) for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if m not in rows and (several := [n for n in rows if n > m and n % m == 0]) and m > 1:
+        raise UnsupportedError(
+            f"the model was called with {several[0]} rows for {m} examples. Which rows belong to an example cannot be "
+            "seen from that: torch.cat([x, x]) would be taken apart wrongly. Give the model a tensor with the examples "
+            "first, (m, k, ...), and flatten inside; or, if each example's rows are side by side, pass probe=False."
+        )
     swapped = _swap(call, m)
     if swapped is None:
         return False

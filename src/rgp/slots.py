@@ -97,25 +97,32 @@ class CarriedSlot(Slot):
         self.right = buffer[:, cut:].view(m, r, d) if self.needs_right else None
 
     def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
+        u = z = dLt = dR = None
         if self.needs_right:
             u = F.linear(left, self.Lt.to(left.dtype)) if thin_left is None else thin_left
+            dR = torch.bmm(u.transpose(1, 2), right)
         if self.needs_left:
             z = F.linear(right, self.R.to(right.dtype)) if thin_right is None else thin_right
-            zt = z.transpose(1, 2)
-            self._put(self.left, zt, left)
-            if self.needs_right and self.intrinsic:  # A_i = dL_i - L L^T dL_i
-                core = torch.bmm(zt, u).to(self.left.dtype)
-                self.left.baddbmm_(core, self.Lt.to(core.dtype).expand(len(core), -1, -1), alpha=-1)
-        if self.needs_right:
-            self._put(self.right, u.transpose(1, 2), right)
-        self.used = True
+            dLt = torch.bmm(z.transpose(1, 2), left)
+        core = torch.bmm(z.transpose(1, 2), u) if self.projects else None
+        self.add_thin(dLt, dR, core)
 
-    def add_thin(self, dLt: Tensor | None, dR: Tensor | None) -> None:
-        """Add dL_i transposed (m, r, p) and dR_i (m, r, d), formed by a rule; None for a side not wanted."""
+    @property
+    def projects(self) -> bool:
+        """Whether A_i = (I - L L^T) dL_i is released in place of dL_i."""
+        return self.intrinsic and self.needs_left and self.needs_right
+
+    def add_thin(self, dLt: Tensor | None, dR: Tensor | None, core: Tensor | None = None) -> None:
+        """Add dL_i transposed (m, r, p) and dR_i (m, r, d), formed by a rule; None for a side not wanted.
+
+        They are new tensors, copied into the buffer: products written straight into its strided rows take twice as long.
+        `core` is dL_i^T L (m, r, r), if the rule has a cheaper way to it.
+        """
         if dLt is not None:
-            if self.needs_right and self.intrinsic:
+            if self.projects:
                 Lt = self.Lt.to(dLt.dtype)
-                dLt = dLt - torch.matmul(torch.matmul(dLt, Lt.T), Lt)
+                core = torch.matmul(dLt, Lt.T) if core is None else core
+                dLt = dLt.sub_(torch.matmul(core, Lt))
             self._store(self.left, dLt)
         if dR is not None:
             self._store(self.right, dR)
@@ -125,15 +132,6 @@ class CarriedSlot(Slot):
         G = gradients.reshape(len(gradients), self.entry.p, self.entry.d)
         dLt = torch.matmul(self.R.to(G.dtype), G.mT) if self.needs_left else None
         self.add_thin(dLt, torch.matmul(self.Lt.to(G.dtype), G) if self.needs_right else None)
-
-    def _put(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """out (+)= a b, in out's dtype; the first use of a micro-batch overwrites."""
-        if a.dtype != out.dtype or b.dtype != out.dtype:
-            self._store(out, torch.bmm(a, b))
-        elif self.used:
-            out.baddbmm_(a, b)
-        else:
-            torch.bmm(a, b, out=out)
 
     def _store(self, out: Tensor, value: Tensor) -> None:
         if self.used:

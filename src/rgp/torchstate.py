@@ -52,7 +52,8 @@ class Watch:
 
     def _now(self) -> list[tuple[Tensor | None, int]]:
         tensors = [place.get(leaf) for _, place, leaf in self._places]
-        return [(t, -1 if t is None or t.is_inference() else t._version) for t in tensors]
+        with torch._C.DisableTorchFunction():  # the capture need not see hundreds of looks at version counters
+            return [(t, -1 if t is None or t.is_inference() else t._version) for t in tensors]
 
     def start(self) -> None:
         self._before = self._now()

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, where it can be reached. The package `datasets` is imported here and nowhere else."""
+"""Data sets of the Hugging Face hub, where it can be reached. Only this file imports the package `datasets`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rgp.data.images import ReadImages, channels_first, decode, image_data
 from rgp.data.labels import index_labels
 from rgp.data.spec import Data, DataError, DataSpec, listing
 from rgp.data.splits import hold_out
-from rgp.data.text import text_data
+from rgp.data.text import check_texts, text_data
 
 TIMEOUT = 10.0  # seconds until the hub counts as unreachable
 _TESTS = ("test", "validation", "valid", "dev")
@@ -39,7 +39,7 @@ def load_hub(spec: DataSpec) -> Data:
     else:
         parts = [train, splits[test_name]]
     known = tuple(getattr(train.features[label], "names", None) or ())
-    labels, names = index_labels([part[label] for part in parts], source, label, known)
+    labels, names = index_labels([part[label] for part in parts], [source] * 2, label, known)
     picture = _image_column(train)
     if picture is not None and spec.text is None:
         reads = [_HubReader(part, picture, spec.image_size, source) for part in parts]
@@ -51,6 +51,8 @@ def load_hub(spec: DataSpec) -> Data:
         return image_data(sets, names, source, test_name is not None, tuple(shape), GENERIC)
     columns = _text_columns(train, spec, source)
     texts = [[list(part[column]) for column in columns] for part in parts]
+    for part in texts:
+        check_texts(part, source)
     return text_data(list(zip(texts, labels, strict=True)), names, source, test_name is not None, spec)
 
 

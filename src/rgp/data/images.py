@@ -94,7 +94,7 @@ def from_arrays(
         )
     for x, y in parts:
         _check_lengths(x, y, source)
-    labels, names = index_labels([part[1].reshape(-1) for part in parts], source, "y", names)
+    labels, names = index_labels([part[1].reshape(-1) for part in parts], [source] * 2, "y", names)
     integers = parts[0][0].dtype == np.uint8
     if not integers and parts[0][0].dtype.kind != "f":
         raise DataError(
@@ -137,7 +137,9 @@ def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
     except ImportError as error:
         raise DataError(f"{path}: reading .mat files needs scipy: pip install scipy.") from error
     if not path.is_file():
-        raise DataError(f"{path} is not there; in its folder: {listing(sorted(p.name for p in path.parent.glob('*')))}.")
+        raise DataError(
+            f"{path} is not there; in its folder: {listing(sorted(p.name for p in path.parent.glob('*')))}."
+        )
     try:
         content = loadmat(path)
     except (ValueError, TypeError, OSError, NotImplementedError, EOFError) as error:
@@ -161,7 +163,7 @@ def load_folder(path: Path, spec: DataSpec) -> Data:
         files = _files(path)
         split = hold_out(len(files), spec.held_out, spec.seed, str(path))
         parts = [[files[i] for i in rows] for rows in split]
-    labels, names = index_labels([[name for _, name in part] for part in parts], str(path), "subfolder", ())
+    labels, names = index_labels([[name for _, name in part] for part in parts], [str(path)] * 2, "subfolder")
     size, shape = spec.image_size, None
     for file, _ in parts[0] + parts[1]:  # headers only: a bad file is better met now than after an hour
         found = _header(file, size)
@@ -179,9 +181,7 @@ def load_folder(path: Path, spec: DataSpec) -> Data:
 
 def _files(folder: Path) -> list[tuple[Path, str]]:
     classes = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    files = [
-        (file, cls.name) for cls in classes for file in sorted(cls.rglob("*")) if file.suffix.lower() in _ENDINGS
-    ]
+    files = [(file, cls.name) for cls in classes for file in sorted(cls.rglob("*")) if file.suffix.lower() in _ENDINGS]
     if not files:
         raise DataError(
             f"{folder} must have one subfolder per class with images ({', '.join(_ENDINGS[:3])}, ...) in it; "

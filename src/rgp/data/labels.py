@@ -11,15 +11,15 @@ from rgp.data.spec import DataError, listing
 
 
 def index_labels(
-    parts: Sequence[Iterable[Any]], source: str, column: str, names: tuple[str, ...] = ()
+    parts: Sequence[Iterable[Any]], sources: Sequence[str], column: str, names: tuple[str, ...] = ()
 ) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """One int64 array per part, and the names of the classes.
+    """One int64 array per part, and the names of the classes. `sources` say where each part is from.
 
     With `names` given, labels are these names or their numbers. Without, the classes are the labels found in all parts
     together, whole numbers in their order and words in the alphabet's.
     """
     texts = [[_text(value) for value in part] for part in parts]
-    for rows in texts:
+    for rows, source in zip(texts, sources, strict=True):
         if not rows:
             raise DataError(f"{source} has no rows.")
         empty = sum(text == "" for text in rows)
@@ -28,6 +28,7 @@ def index_labels(
                 f"{source}: {empty} of {len(rows)} rows have no {column}, the first is row {rows.index('') + 1}."
             )
     found = set().union(*texts)
+    source = " and ".join(dict.fromkeys(sources))
     index = {name: i for i, name in enumerate(names)} | {str(i): i for i in range(len(names))}
     if not names:
         names = tuple(sorted(found, key=int) if all(_whole(text) for text in found) else sorted(found))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from rgp.data import tables
 from rgp.data.catalogue import IMAGES, TEXTS, Texts
@@ -11,7 +13,7 @@ from rgp.data.images import load_digits, load_folder, load_mat, load_npz
 from rgp.data.labels import index_labels
 from rgp.data.spec import Data, DataError, DataSpec, listing
 from rgp.data.splits import hold_out
-from rgp.data.text import text_data
+from rgp.data.text import check_texts, text_data
 
 _TESTS = ("test", "validation", "valid", "dev")
 
@@ -95,7 +97,7 @@ def _load_folder(path: Path, spec: DataSpec) -> Data:
 
 
 def _load_tables(path: Path, spec: DataSpec, entry: Texts | None) -> Data:
-    """A file, which is split here, or a folder with train.* and a test split. `entry` knows the columns of a built-in."""
+    """A file, which is split here, or a folder with train.* and a test split. `entry` knows a built-in's columns."""
     if path.is_dir():
         tests = entry.test if entry else _TESTS
         train, test = _split_file(path, ("train",)), _split_file(path, tests)
@@ -109,19 +111,34 @@ def _load_tables(path: Path, spec: DataSpec, entry: Texts | None) -> Data:
     else:
         files = [path]
     read = [tables.read_table(file) for file in files]
-    label_name = _choose(read[0], [(spec.label,)] if spec.label else [(n,) for n in (entry.label if entry else ())], "label", "label", files[0])[0]
-    text_names = _choose(
-        read[0], [spec.text_columns] if spec.text_columns else list(entry.text if entry else [("text",), ("sentence",)]), "text", "text", files[0]
-    )
+    text_choices = [spec.text_columns] if spec.text_columns else entry.text if entry else [("text",), ("sentence",)]
+    label_choices = [(spec.label,)] if spec.label else [(name,) for name in (entry.label if entry else ("label",))]
+    text_names = _choose(read[0], text_choices, "text", files[0])
+    (label_name,) = _choose(read[0], label_choices, "label", files[0])
     texts = [[tables.column(table, n, file) for n in text_names] for table, file in zip(read, files, strict=True)]
     values = [tables.column(table, label_name, file) for table, file in zip(read, files, strict=True)]
+    labels, names = index_labels(values, [str(file) for file in files], label_name, entry.labels if entry else ())
+    for columns, file in zip(texts, files, strict=True):
+        check_texts(columns, str(file))
     if len(files) == 1:
-        rows = hold_out(len(values[0]), spec.held_out, spec.seed, str(path))
+        rows = hold_out(len(labels[0]), spec.held_out, spec.seed, str(path))
         texts = [[[column[i] for i in part] for column in texts[0]] for part in rows]
-        values = [[values[0][i] for i in part] for part in rows]
-    labels, names = index_labels(values, str(path), label_name, entry.labels if entry else ())
+        labels = [labels[0][part] for part in rows]
     return text_data(list(zip(texts, labels, strict=True)), names, str(path), len(files) == 2, spec)
 
 
 def _split_file(folder: Path, names: tuple[str, ...]) -> Path | None:
     return next((file for n in names for e in tables.ENDINGS if (file := folder / f"{n}{e}").is_file()), None)
+
+
+def _choose(
+    table: dict[str, list[Any]], choices: Sequence[tuple[str, ...]], setting: str, file: Path
+) -> tuple[str, ...]:
+    """The first choice of columns that the table has."""
+    for names in choices:
+        if all(name in table for name in names):
+            return names
+    wanted = " or ".join(" and ".join(repr(name) for name in names) for names in choices)
+    raise DataError(
+        f"{file} has no column {wanted}; its columns are {listing(table)}. Say which one it is with {setting}."
+    )

@@ -16,7 +16,7 @@ _CHUNK = 4096
 
 
 class TokenTexts(Dataset):
-    """Dicts of input_ids, attention_mask, labels, and token_type_ids where texts are pairs and the tokenizer has them."""
+    """Dicts of input_ids, attention_mask, labels; for pairs token_type_ids too, if the tokenizer has them."""
 
     def __init__(self, ids: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, labels: np.ndarray) -> None:
         self._start = np.concatenate([[0], np.cumsum([len(row) for row in ids])])
@@ -91,6 +91,14 @@ def text_data(
     )
 
 
+def check_texts(columns: Sequence[Sequence[Any]], source: str) -> None:
+    """Every value is a text."""
+    for values in columns:
+        for number, value in enumerate(values, 1):
+            if not isinstance(value, str):
+                raise DataError(f"{source}, row {number}: {value!r} where a text is needed.")
+
+
 def find_tokenizer(spec: DataSpec, source: str) -> Any:
     if spec.tokenizer is None:
         raise DataError(f"{source} is text: set tokenizer to the name or the folder of the model's tokenizer.")
@@ -113,10 +121,6 @@ def find_tokenizer(spec: DataSpec, source: str) -> Any:
 def _tokenise(
     tokenizer: Any, texts: Sequence[Sequence[Any]], max_length: int, source: str
 ) -> tuple[list[list[int]], list[list[int]] | None]:
-    for values in texts:
-        for number, value in enumerate(values):
-            if not isinstance(value, str):
-                raise DataError(f"{source}, row {number + 1}: {value!r} where a text is needed.")
     ids: list[list[int]] = []
     types: list[list[int]] = []
     for start in range(0, len(texts[0]), _CHUNK):
@@ -127,7 +131,7 @@ def _tokenise(
             types += out["token_type_ids"]
     if not all(ids):
         number = next(i for i, row in enumerate(ids) if not row)
-        raise DataError(f"{source}, row {number + 1}: the text has no tokens: {texts[0][number]!r}.")
+        raise DataError(f"{source}: a text has no tokens: {texts[0][number]!r}.")
     return ids, types or None
 
 

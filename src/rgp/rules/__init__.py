@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 RULES: dict[Any, Callable[..., Any]] = {}
+ANYTIME: dict[Any, Callable[..., Any]] = {}  # applied during capture whether or not a trained parameter takes part
 
 
 def rule(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -28,6 +29,16 @@ def rule(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         for operation in operations:
             RULES[operation] = function
+        return function
+
+    return add
+
+
+def anytime(operation: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule for an operation that holds no parameter."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        ANYTIME[operation] = function
         return function
 
     return add
@@ -46,4 +57,4 @@ def register(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 def load() -> None:
     """Import the built-in rules; each registers itself."""
-    from rgp.rules import attention, conv, elementwise, embedding, linear, norm  # noqa: F401
+    from rgp.rules import attention, conv, dropout, elementwise, embedding, linear, norm  # noqa: F401

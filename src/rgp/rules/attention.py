@@ -52,7 +52,9 @@ def _attention(
     is_causal=False,
 ):
     if bias_k is not None or bias_v is not None or static_k is not None or static_v is not None:
-        raise UnsupportedError("nn.MultiheadAttention with add_bias_kv or static keys has no rule; use add_bias_kv=False")
+        raise UnsupportedError(
+            "nn.MultiheadAttention with add_bias_kv or static keys has no rule; use add_bias_kv=False"
+        )
     batched = query.dim() == 3
     if not batched:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -61,11 +63,11 @@ def _attention(
     if use_separate_proj_weight:
         biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
         if capture.slot(in_proj_bias) is not None:
-            raise UnsupportedError("nn.MultiheadAttention with kdim or vdim has no rule for its joint bias; use bias=False")
+            raise UnsupportedError(
+                "nn.MultiheadAttention with kdim or vdim has no rule for its joint bias; use bias=False"
+            )
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-        q, k, v = (
-            _project(capture, x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)
-        )
+        q, k, v = (_project(capture, x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     elif query is key and key is value:
         q, k, v = _project(capture, query, in_proj_weight, in_proj_bias).chunk(3, dim=-1)
     else:  # the joint matrix meets each input whole and a third of the result is used: simple, and exact

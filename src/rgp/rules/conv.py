@@ -90,7 +90,9 @@ def unfold(x: Tensor, kernel, stride, dilation) -> Tensor:
     out = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
     x = x.contiguous()
     steps = x.stride()[2:]
-    strides = [a * d for a, d in zip(steps, dilation, strict=True)] + [a * s for a, s in zip(steps, stride, strict=True)]
+    strides = [a * d for a, d in zip(steps, dilation, strict=True)] + [
+        a * s for a, s in zip(steps, stride, strict=True)
+    ]
     return x.as_strided((m, c, *kernel, *out), (*x.stride()[:2], *strides)).reshape(m, c * prod(kernel), prod(out))
 
 
@@ -131,25 +133,20 @@ class _Conv(torch.autograd.Function):
     def forward(ctx, x, kernel, bias, slot, bias_slot, geometry):
         ctx.slot, ctx.bias_slot, ctx.geometry = slot, bias_slot, geometry
         y = geometry.forward(x, kernel, bias)
-        keep_x, thin = True, None
-        if slot.carried:
-            keep_x = slot.needs_right
-            if slot.needs_left:
-                R = slot.R.view(-1, *kernel.shape[1:])
-                thin = geometry.forward(x, R.repeat(geometry.groups, *[1] * (R.dim() - 1)), None)
-        ctx.save_for_backward(x if keep_x else None, thin, kernel)
-        ctx.x_shape, ctx.needs_x = x.shape, x.requires_grad
+        # R x is computed in the backward pass: x is nearly always alive anyway (a ReLU keeps its result), R x would not be
+        ctx.save_for_backward(x, kernel)
+        ctx.needs_x = x.requires_grad
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        x, thin, kernel = ctx.saved_tensors
+        x, kernel = ctx.saved_tensors
         slot, geometry = ctx.slot, ctx.geometry
-        dx = geometry.input_gradient(g, ctx.x_shape, kernel.to(g.dtype)) if ctx.needs_x else None
-        x = None if x is None else x.to(g.dtype)
+        dx = geometry.input_gradient(g, x.shape, kernel.to(g.dtype)) if ctx.needs_x else None
+        x = x.to(g.dtype)
         if slot.carried:
-            _carried(slot, geometry, x, thin, g)
+            _carried(slot, geometry, x, g)
         elif isinstance(slot, DeferredSlot):
             slot.add_use(ConvUse(x, g, geometry, slot.entry.shape))
         else:
@@ -166,13 +163,15 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.view(len(x), groups, -1, x.shape[2])
 
 
-def _carried(slot, geometry, x, thin, g) -> None:
+def _carried(slot, geometry, x, g) -> None:
     """dL_i transposed (m, r, p) and dR_i (m, r, d). Groups stand side by side in dL_i and add up in dR_i."""
     m, r, groups = len(g), slot.entry.rank, geometry.groups
     split = _grouped(g, groups)
     dLt = dR = None
     if slot.needs_left:
-        dLt = torch.matmul(_grouped(thin.to(g.dtype), groups), split.transpose(-1, -2)).transpose(1, 2).reshape(m, r, -1)
+        R = slot.R.to(g.dtype).view(r, *slot.entry.shape[1:])
+        thin = geometry.forward(x, R if groups == 1 else R.repeat(groups, *[1] * (R.dim() - 1)), None)
+        dLt = torch.matmul(_grouped(thin, groups), split.transpose(-1, -2)).transpose(1, 2).reshape(m, r, -1)
     if slot.needs_right:
         Lt = slot.Lt.to(g.dtype).view(r, groups, -1).transpose(0, 1)
         u = torch.matmul(Lt, split).reshape(m * groups, r, *g.shape[2:])

@@ -40,9 +40,13 @@ def embedding(capture, func, args, kwargs):
         slot, m = capture.slot(weight), capture.examples
         name = slot.entry.name
         if slot.carried:
-            raise UnsupportedError(f"embedding {name!r} cannot be carried; make it 'exact' or 'frozen' in the method's overrides")
+            raise UnsupportedError(
+                f"embedding {name!r} cannot be carried; make it 'exact' or 'frozen' in the method's overrides"
+            )
         if max_norm is not None or scale_grad_by_freq:
-            raise UnsupportedError(f"embedding {name!r} uses max_norm or scale_grad_by_freq, which depend on the whole batch")
+            raise UnsupportedError(
+                f"embedding {name!r} uses max_norm or scale_grad_by_freq, which depend on the whole batch"
+            )
         ids = input
         if m > 1 and ids.shape[:1] == (1,):  # position ids, shared by all examples: give each example its own
             ids = ids.expand(m, *ids.shape[1:])

@@ -148,7 +148,9 @@ def group_norm(capture, func, args, kwargs):
 
 @rule(F.instance_norm)
 def instance_norm(capture, func, args, kwargs):
-    def call(input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5):
+    def call(
+        input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5
+    ):
         # running statistics would be computed from private data: they are read, never updated
         def normalize(x):
             if use_input_stats:
@@ -165,7 +167,11 @@ def batch_norm(capture, func, args, kwargs):
     def call(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
         assert not training, "capture refuses batch statistics"
         return _by_channel(
-            capture, lambda x: F.batch_norm(x, running_mean, running_var, None, None, False, momentum, eps), input, weight, bias
+            capture,
+            lambda x: F.batch_norm(x, running_mean, running_var, None, None, False, momentum, eps),
+            input,
+            weight,
+            bias,
         )
 
     return call(*args, **kwargs)
@@ -178,7 +184,9 @@ def rms_norm(capture, func, args, kwargs):
 
         def tell(g):
             with torch.no_grad():
-                products = by_example(F.rms_norm(input.detach(), normalized_shape, None, eps) * g, m, len(normalized_shape), slot)
+                products = by_example(
+                    F.rms_norm(input.detach(), normalized_shape, None, eps) * g, m, len(normalized_shape), slot
+                )
             slot.add_dense(per_example_sum(products, m, tuple(weight.shape), slot))
 
         return watched(lambda x: F.rms_norm(x, normalized_shape, weight.detach(), eps), tell, weight, input)

@@ -27,6 +27,7 @@ NOT_COVERED = [
     "what can be inferred about a person without their row: that the training found a general truth",
 ]
 NEIGHBOURS = "add-or-remove-one"
+ACCOUNTANTS = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi divergences (RDP)", None: "none"}
 
 
 def summarize(
@@ -134,8 +135,8 @@ def card_text(card: dict[str, Any]) -> str:
     lines = ["# Privacy card", ""]
     if not card["private"]:
         lines += [
-            "**This model is NOT private.** It was trained without noise: it may reproduce rows of its training data, and",
-            "anyone who has it may be able to tell whose rows were used.",
+            "**This model is NOT private.** It was trained without noise: it may reproduce rows of its training data,",
+            "and anyone who has it may be able to tell whose rows were used.",
             "",
         ]
     else:
@@ -143,14 +144,14 @@ def card_text(card: dict[str, Any]) -> str:
         lines += [
             f"**Proven: ({epsilon}, {delta:g})-differential privacy** for one row of the training data.",
             "",
-            "Whether any one row was used or not, no outcome of this training, the weights here included, becomes more than",
-            f"e^{epsilon} = {_big(math.exp(float(epsilon)))} times as likely, except with probability {delta:g}.",
+            "Whether any one row was used or not, no outcome of this training, the weights here included, becomes more",
+            f"than e^{epsilon} = {_big(math.exp(float(epsilon)))} times as likely, except with probability {delta:g}.",
         ]
         if "attack_bound" in card:
             rate = math.ceil(card["attack_bound"]["true_positive_rate"] * 1e4) / 100
             lines.append(
-                f"An attacker who knows everything but whether a row was used, and may be wrong about 1% of the unused rows,\n"
-                f"recognises at most {rate:.2f}% of the used ones."
+                "An attacker who knows everything but whether a row was used, and may be wrong about 1% of the unused\n"
+                f"rows, recognises at most {rate:.2f}% of the used ones."
             )
         lines.append("")
     if card["seed_known"]:
@@ -162,10 +163,10 @@ def card_text(card: dict[str, Any]) -> str:
     facts = [
         ("protected", card["unit"]),
         ("neighbouring data sets", "one row is added or removed"),
-        ("accountant", {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi (RDP)", None: "none"}[card["accountant"]]),
+        ("accountant", ACCOUNTANTS[card["accountant"]]),
         (
             "sampling",
-            f"Poisson: every row with probability {sampling['rate']:.6g} on its own, in each of {sampling['steps']} steps"
+            f"Poisson: each row on its own with probability {sampling['rate']:.6g}, in all {sampling['steps']} steps"
             + ("" if sampling["max_batch"] is None else f"; at most {sampling['max_batch']} rows"),
         ),
         ("noise", _or_none(card["noise_multiplier"], "{:g} times the clipping norm, on every released sum")),

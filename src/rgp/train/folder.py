@@ -20,10 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rgp.ledger import make_folder, sync_folder
-
-
-class RunFolderError(ValueError):
-    """The folder is not what the command needs; nothing in it was changed."""
+from rgp.train.errors import RunFolderError
 
 
 class RunFolder:

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from rgp.train.card import round_up
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -39,7 +41,9 @@ class Lines:
 
     def start(self, name: str, done: int, total: int) -> None:
         self._name, self._total, self._done, self._first = name, total, done, done
-        self._examples, self._accuracy, self._epsilon = 0, None, None
+        self._examples = 0
+        self._accuracy: float | None = None
+        self._epsilon: float | None = None
         self._began = self._shown = time.monotonic()
         self.say(f"{name}: {total} steps" + (f", going on at step {done}" if done else ""))
 
@@ -50,7 +54,7 @@ class Lines:
             self._show()
 
     def accuracy(self, value: float) -> None:
-        self._accuracy: float | None = value
+        self._accuracy = value
 
     def _show(self) -> None:
         self._shown = now = time.monotonic()
@@ -60,7 +64,7 @@ class Lines:
             left = spent / (self._done - self._first) * (self._total - self._done)
             parts += [f"{self._examples / max(spent, 1e-9):,.0f} examples/s", f"{_clock(left)} left"]
         if self._epsilon is not None:
-            parts.append(f"epsilon <= {self._epsilon:.2f}")
+            parts.append(f"epsilon <= {round_up(self._epsilon, 2)}")
         if self._accuracy is not None:
             parts.append(f"held-out accuracy {self._accuracy:.1%}")
         self.say(f"{self._name}: " + ", ".join(parts))
@@ -100,7 +104,7 @@ class Bar:
     def step(self, done: int, *, epsilon: float | None, examples: int) -> None:
         self._examples += examples
         speed = self._examples / max(time.monotonic() - self._began, 1e-9)
-        shown = "not private" if epsilon is None else f"ε ≤ {epsilon:.2f}"
+        shown = "not private" if epsilon is None else f"ε ≤ {round_up(epsilon, 2)}"
         self._bar.update(self._task, completed=done, speed=f"{speed:,.0f}/s", epsilon=shown)
 
     def accuracy(self, value: float) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import rgp
 from rgp import accounting
-from rgp.train.config import CARRIED, IMAGE_MODELS, Config, ConfigError, MethodConfig
+from rgp.train.config import Config, ConfigError
+from rgp.train.sections import CARRIED, IMAGE_MODELS, MethodConfig
 
 METHODS: dict[str, Callable[..., Any]] = {
     "rgp": rgp.RGP,
@@ -43,7 +44,7 @@ class Parts:
     @property
     def published_test(self) -> bool:
         """Whether held-out rows come from a published test split, so that accuracy on them may be published."""
-        return bool(getattr(self.data, "published_test", False))
+        return bool(self.data.published_test)
 
 
 def make(config: Config) -> Parts:
@@ -97,10 +98,7 @@ def initial_seed(seed: int | None) -> Iterator[None]:
 def load_data(config: Config, tokenizer: Any) -> Any:
     from rgp.data import DataSpec, load
 
-    given = {f.name: getattr(config.data, f.name) for f in fields(config.data)}
-    if tokenizer is not None and "tokenizer" in DataSpec.__dataclass_fields__:
-        given["tokenizer"] = config.model.name
-    return load(DataSpec(**given))
+    return load(DataSpec(**{f.name: getattr(config.data, f.name) for f in fields(config.data)}, tokenizer=tokenizer))
 
 
 def check_against_data(config: Config, data: Any) -> int:
@@ -108,11 +106,13 @@ def check_against_data(config: Config, data: Any) -> int:
     training, budget, size = config.training, config.budget, len(data.train)
     mistakes = []
     if training.batch_size > size:
-        mistakes.append(f"training.batch_size = {training.batch_size}: must be at most {size}, the number of training rows")
+        mistakes.append(
+            f"training.batch_size = {training.batch_size}: must be at most {size}, the number of training rows"
+        )
     if budget.delta is not None and budget.delta * size >= 1:
         mistakes.append(
-            f"budget.delta = {budget.delta:g}: must be below 1/{size}, one over the number of training rows; null chooses "
-            f"{accounting.default_delta(size):g}"
+            f"budget.delta = {budget.delta:g}: must be below 1/{size}, one over the number of training rows; null "
+            f"chooses {accounting.default_delta(size):g}"
         )
     images = config.model.name in IMAGE_MODELS
     if images != (data.kind == "image"):
@@ -148,7 +148,9 @@ def make_model(config: Config, data: Any) -> nn.Module:
 
     if name == "small-cnn":
         if min(shape[1:]) < 8:
-            raise ConfigError([f"model.name = small-cnn: needs images of at least 8 x 8; these are {shape[1]} x {shape[2]}"])
+            raise ConfigError(
+                [f"model.name = small-cnn: needs images of at least 8 x 8; these are {shape[1]} x {shape[2]}"]
+            )
         return SmallCNN(num_classes=data.classes, in_channels=shape[0], width=width or 32)
     return wrn(name, num_classes=data.classes, in_channels=shape[0])
 

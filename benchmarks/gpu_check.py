@@ -1,0 +1,153 @@
+"""What the owner of a GPU runs: `make gpu-check`. Writes a dated note into benchmarks/.
+
+Exactness, noise, bfloat16, compiled models and the benchmark, on the device itself. With `--device cpu --toy` the same
+script runs in CI, so that it cannot rot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rgp
+from rgp.noise import PhiloxNoise
+from rgp.streams import Streams
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        nn.GroupNorm(4, 64),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64 * 16, 64),
+        nn.LayerNorm(64),
+        nn.Linear(64, 10),
+    )
+
+
+def batch(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(6, 3, 8, 8, device=device), torch.randint(10, (6,), device=device)
+
+
+def loss_fn(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(data[0]), data[1])
+
+
+def exactness(device: str) -> str:
+    """Per-example gradients against autograd; float64 where the device has it."""
+    double = device != "mps"
+    results = [
+        rgp.check(network().to(device), batch(device), loss_fn, method=method, double=double)
+        for method in (rgp.RGP(rank=4), rgp.RGP(rank=4, sides="left"), rgp.DPSGD())
+    ]
+    assert all(r.ok for r in results), "\n".join(map(str, results))
+    return f"worst relative error {max(r.worst for r in results):.1e}"
+
+
+def noise(device: str) -> str:
+    """The noise on the device has the standard deviation that was asked for, and not 2/3 or 3/2 of it."""
+    from scipy import stats
+
+    total = torch.zeros(300_000, device=device)
+    PhiloxNoise(Streams.from_system()).add(total, std=1.7, step=0, attempt=0)
+    values = total.double().cpu().numpy()
+    p_values = {scale: stats.kstest(values, "norm", args=(0, 1.7 * scale)).pvalue for scale in (1, 2 / 3, 3 / 2)}
+    assert p_values[1] > 1e-4 and p_values[2 / 3] < 1e-9 and p_values[3 / 2] < 1e-9, p_values
+    return f"Kolmogorov-Smirnov p = {p_values[1]:.2f}; 2/3 and 3/2 of it rejected"
+
+
+def bfloat16(device: str) -> str:
+    """A private step under autocast: finite, weights stay float32 and move."""
+    model = network().to(device)
+    before = [p.detach().clone() for p in model.parameters()]
+    images, labels = (t.cpu() for t in batch(device))
+    data = torch.utils.data.TensorDataset(images, labels)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"noise_multiplier": 1.0, "batch_size": 6, "steps": 3, "delta": 1e-2}
+    with rgp.privatize(model, optimizer, data, method=rgp.RGP(rank=4), **options) as run:
+        for x, y in run:
+            with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+                loss = loss_fn(model, (x.to(device), y.to(device)))
+            run.step(loss)
+    after = list(model.parameters())
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in after)
+    assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return "three steps under autocast, weights float32 and finite"
+
+
+def compiled(device: str) -> str:
+    """A compiled model hides its operations: it must be refused, not trained wrongly."""
+    model = torch.compile(network().to(device))
+    try:
+        rgp.privatize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            [(torch.zeros(3, 8, 8), 0)] * 8,
+            noise_multiplier=1.0,
+            batch_size=4,
+            steps=1,
+        )
+    except rgp.UnsupportedError:
+        return "refused with a clear error"
+    raise AssertionError("a compiled model was accepted")
+
+
+def benchmark(device: str, toy: bool) -> str:
+    size = ["--model", "toy"] if toy else ["--model", "bert-base"]
+    against = "plain,bound" if toy else "plain,bound,dpsgd,opacus-ghost,opacus-hooks"
+    command = [sys.executable, "-m", "rgp", "bench", *size, "--against", against, "--device", device, "--json"]
+    rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["rows"]
+    lines = [
+        f"{r['name']} {r['seconds_per_step']:.3f} s, {r['ratio_to_plain']:.2f} of plain, memory {r['memory_ratio_to_plain']:.2f}"
+        for r in rows
+        if "error" not in r
+    ]
+    return "; ".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    parser.add_argument("--device", default=default)
+    parser.add_argument("--toy", action="store_true", help="toy sizes, for CI")
+    parser.add_argument("--out", type=Path, help="the note; by default benchmarks/DATE-DEVICE.md")
+    options = parser.parse_args()
+    device = options.device
+    checks = {
+        "exactness": lambda: exactness(device),
+        "noise": lambda: noise(device),
+        "bfloat16 autocast": lambda: bfloat16(device),
+        "torch.compile": lambda: compiled(device),
+        "several devices (NCCL)": lambda: "not run: distributed training is not part of this version",
+        "benchmark": lambda: benchmark(device, options.toy),
+    }
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    lines = [f"# Check on {name}, {datetime.date.today()}", "", f"rgp {rgp.__version__}, torch {torch.__version__}", ""]
+    failed = False
+    for title, check in checks.items():
+        try:
+            result = check()
+        except Exception as error:
+            failed, result = True, f"FAILED: {error}"
+        lines.append(f"- {title}: {result}")
+        print(lines[-1], flush=True)
+    out = options.out or Path(__file__).parent / f"{datetime.date.today()}-{device}.md"
+    out.write_text("\n".join(lines) + "\n")
+    print(f"written to {out}")
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()

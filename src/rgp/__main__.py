@@ -1,0 +1,5 @@
+"""`python -m rgp`."""
+
+from rgp.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Attacks on trained models. Their results are about private rows: no guarantee covers them, do not publish them."""

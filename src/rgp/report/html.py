@@ -1,0 +1,57 @@
+"""HTML in which everything is escaped unless it was made here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+
+class Html(str):
+    """Text that is HTML already. Only `tag`, `join` and constants of this package make it."""
+
+    __slots__ = ()
+
+
+def tag(name: str, *children: Any, **attributes: Any) -> Html:
+    """`tag("td", value, class_="n")`. Children are escaped unless they are Html; None and False leave out."""
+    pairs = []
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        key = key.rstrip("_").replace("_", "-")
+        pairs.append(f" {key}" if value is True else f' {key}="{escape(str(value))}"')
+    return Html(f"<{name}{''.join(pairs)}>{join(*children)}</{name}>")
+
+
+def join(*children: Any) -> Html:
+    return Html("".join(c if isinstance(c, Html) else escape(str(c)) for c in children if c is not None and c != ""))
+
+
+def table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    numbers: Sequence[int] | None = None,
+    flagged: Sequence[int] = (),
+) -> Html:
+    numbers = range(1, len(headers)) if numbers is None else numbers
+
+    def kind(i: int) -> str | None:
+        names = ["n"] if i in numbers else ["name"] if i == 0 else []
+        return " ".join(names + (["flagged"] if i in flagged else [])) or None
+
+    head = tag("tr", *(tag("th", h, class_=kind(i), scope="col") for i, h in enumerate(headers)))
+    body = [
+        tag(
+            "tr",
+            tag("th", row[0], class_="name", scope="row"),
+            *(tag("td", cell, class_=kind(i)) for i, cell in enumerate(row[1:], 1)),
+        )
+        for row in rows
+    ]
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="table")
+
+
+def items(texts: Sequence[str]) -> list[Html]:
+    return [tag("li", text) for text in texts]

@@ -1,0 +1,297 @@
+"""The page: what is promised, what came of it, what it cost; and apart from that, what must not be published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any
+
+from rgp._version import __version__
+from rgp.report import words
+from rgp.report.charts import Series, line_chart, trade_off
+from rgp.report.details import details, method_name
+from rgp.report.html import Html, items, join, table, tag
+from rgp.report.promise import promise, promises
+from rgp.report.runs import Run, finite
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_STAMP = "Not covered by the guarantee — do not publish"
+
+
+def page(runs: Sequence[Run]) -> Html:
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    body = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    head = tag(
+        "head",
+        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        Html('<meta name="robots" content="noindex">'),
+        tag("title", f"{title} · rgp report"),
+        Html(f"<style>{files('rgp.report').joinpath('style.css').read_text(encoding='utf-8')}</style>"),
+    )
+    footer = tag(
+        "footer",
+        f"Written by rgp {__version__}. This page needs no network and loads nothing. "
+        "To publish a model, publish the run's folder model/, not this page.",
+    )
+    return join(Html("<!doctype html>\n"), tag("html", head, tag("body", body, footer), lang="en"), Html("\n"))
+
+
+# One run
+
+
+def _one(run: Run) -> Html:
+    rows = run.number("training_rows")
+    about = " · ".join(
+        part
+        for part in (
+            f"{method_name(run)} on {run.text('dataset')}" if run.text("dataset") else method_name(run),
+            f"model {run.text('model')}" if run.text("model") else "",
+            f"{words.whole(rows)} training rows" if rows else "",
+        )
+        if part
+    )
+    header = tag(
+        "header",
+        tag("div", "Private training report" if run.epsilon is not None else "Training report", class_="eyebrow"),
+        tag("h1", run.name),
+        tag("p", about, class_="soft"),
+    )
+    main = tag("main", _tiles(run), _problems([run]), promise(run), _over_steps([run]), _private([run]), details(run))
+    return join(header, main)
+
+
+def _tiles(run: Run) -> Html:
+    delta = run.number("delta")
+    accuracy_note: Any = "of the published test rows"
+    if not run.publishable_accuracy:
+        accuracy_note = tag("span", "on held-out private rows: not covered", class_="flag")
+    tiles = [
+        _tile(
+            "Privacy spent, ε", words.epsilon_text(run.epsilon), f"at δ = {delta:g}" if delta else "not private", True
+        ),
+        _tile("Accuracy", words.percent(run.number("accuracy")), accuracy_note),
+        _tile("Time", words.seconds(run.number("wall_seconds")), f"{words.whole(run.number('steps'))} steps"),
+        _tile("Peak memory", words.size(run.number("peak_memory_bytes")), _device(run)),
+    ]
+    return tag("div", *tiles, class_="tiles")
+
+
+def _tile(label: str, value: str, more: Any, main: bool = False) -> Html:
+    return tag(
+        "div",
+        tag("div", label, class_="label"),
+        tag("div", value, class_="value"),
+        tag("div", more, class_="more"),
+        class_="tile main" if main else "tile",
+    )
+
+
+def _problems(runs: Sequence[Run]) -> Html:
+    """What does not add up, and what weakens the promise."""
+    said = [f"{run.name}: {problem}" for run in runs for problem in run.problems]
+    if not said:
+        return Html("")
+    return tag("section", tag("h2", "This needs your attention"), tag("ul", *items(said)), class_="alert", role="alert")
+
+
+def _over_steps(runs: Sequence[Run]) -> Html:
+    """What may be published of the course of training."""
+    figures = [_chart("Privacy spent (ε) over steps", runs, "epsilon", _short, from_zero=True)]
+    if all(run.publishable_accuracy for run in runs):
+        figures.insert(0, _accuracy_chart(runs))
+    if not any(figures):
+        return Html("")
+    return tag("section", tag("h2", "Step by step"), _legend(runs), tag("div", *figures, class_="two"))
+
+
+def _private(runs: Sequence[Run]) -> Html:
+    """What was computed from private rows without noise."""
+    figures = []
+    if not all(run.publishable_accuracy for run in runs):
+        figures.append(_accuracy_chart(runs))
+        if len(runs) > 1:
+            figures.insert(0, _trade_off(runs))
+    key = next((k for k in ("training_loss", "loss") if any(run.curve(k) for run in runs)), "training_loss")
+    figures.append(_chart("Training loss over steps", runs, key, words.plain, from_zero=True))
+    figures = [figure for figure in figures if figure]
+    attacks = _attacks(runs)
+    if not figures and not attacks:
+        return Html("")
+    return tag(
+        "section",
+        tag("div", _STAMP, class_="stamp"),
+        tag("h2", "For the owner of the data only"),
+        tag(
+            "p",
+            "These numbers were computed from private rows without noise, so ε says nothing about them. "
+            "Look at them if the data are yours; leave them out of papers, tickets and dashboards.",
+        ),
+        _legend(runs) if figures else "",
+        tag("div", *figures, class_="two") if figures else "",
+        attacks,
+        class_="private",
+    )
+
+
+def _attacks(runs: Sequence[Run]) -> Html:
+    attacked = [run for run in runs if run.attack]
+    if not attacked:
+        return Html("")
+    rows = []
+    for run in attacked:
+        result = run.attack or {}
+        rate, error = finite(result.get("success_rate")), finite(result.get("standard_error"))
+        spread = f" ± {200 * error:.1f}" if error is not None else ""
+        limit = words.ceiling(words.coin(run.meaning.mu)) if run.meaning else "no limit"
+        rows.append(
+            (
+                run.name,
+                f"{words.percent(rate)}{spread}",
+                limit,
+                words.percent(finite(result.get("tpr_at_0.01"))),
+                words.ceiling(run.meaning.tpr_at_1_percent) if run.meaning else "no limit",
+                "–" if finite(result.get("auc")) is None else f"{result['auc']:.3f}",
+            )
+        )
+    counts = attacked[0].attack or {}
+    members, others = finite(counts.get("members")), finite(counts.get("nonmembers"))
+    return join(
+        tag("h3", "A real attack: who has a low loss is taken for a training row", style="margin-top:22px"),
+        table(
+            ("run", "guesses that were right", "promised limit", "found, 1 in 100 wrong", "promised limit", "AUC"), rows
+        ),
+        tag(
+            "p",
+            "50% is a coin. This is one simple attack: that it fails proves nothing, the promised limit does. "
+            + (f"{words.whole(members)} training rows against {words.whole(others)} others; " if members else "")
+            + "± is two standard errors.",
+            class_="note",
+            style="margin-top:10px",
+        ),
+    )
+
+
+# Several runs
+
+
+def _several(runs: Sequence[Run]) -> Html:
+    private = [run for run in runs if run.epsilon is not None]
+    sets = sorted({run.text("dataset") for run in runs if run.text("dataset")})
+    header = tag(
+        "header",
+        tag("div", "Private training report", class_="eyebrow"),
+        tag("h1", f"{len(runs)} runs compared"),
+        tag("p", " · ".join([f"on {', '.join(sets)}"] if sets else []), class_="soft"),
+    )
+    each = [
+        tag("details", tag("summary", f"{run.name}: parameters, cost and settings"), details(run, heading="h3"))
+        for run in runs
+    ]
+    public_trade = _trade_off(runs) if all(run.publishable_accuracy for run in runs) else Html("")
+    main = tag(
+        "main",
+        _problems(runs),
+        _comparison(runs),
+        tag("section", tag("h2", "Accuracy for privacy"), _legend(runs), tag("div", public_trade, class_="two"))
+        if public_trade
+        else "",
+        promises(private) if private else "",
+        _private(runs),
+        _over_steps(runs),
+        tag("section", tag("h2", "Each run in detail"), *each),
+    )
+    return join(header, main)
+
+
+def _comparison(runs: Sequence[Run]) -> Html:
+    flagged = not all(run.publishable_accuracy for run in runs)
+    headers = (
+        "run",
+        "method",
+        "accuracy *" if flagged else "accuracy",
+        "ε",
+        "δ",
+        "time",
+        "peak memory",
+        "noise dimensions",
+    )
+    rows = []
+    for run in runs:
+        delta = run.number("delta")
+        rows.append(
+            (
+                join(tag("i", class_=f"s{_colour(runs, run)}"), run.name),
+                method_name(run),
+                words.percent(run.number("accuracy")),
+                words.epsilon_text(run.epsilon),
+                f"{delta:.2g}" if delta and run.epsilon is not None else "–",
+                words.seconds(run.number("wall_seconds")),
+                words.size(run.number("peak_memory_bytes")),
+                words.whole(run.number("noise_dimensions")) if run.epsilon is not None else "–",
+            )
+        )
+    note = tag(
+        "p",
+        tag("span", "* On held-out private rows: not covered by the guarantee, do not publish.", class_="flag"),
+        style="margin-top:10px",
+    )
+    content = table(headers, rows, numbers=(2, 3, 4, 5, 6, 7), flagged=(2,) if flagged else ())
+    return tag("section", tag("h2", "Side by side"), content, note if flagged else "")
+
+
+def _trade_off(runs: Sequence[Run]) -> Html:
+    trails, without = [], []
+    for run in runs:
+        accuracy = run.number("accuracy")
+        if run.epsilon is None:
+            points = [(0.0, accuracy)] if accuracy is not None else []
+            without.append(Series(run.name, points, _colour(runs, run)))
+        else:
+            points = run.curve("accuracy", by="epsilon")
+            if accuracy is not None:
+                points.append((run.epsilon, accuracy))
+            trails.append(Series(run.name, points, _colour(runs, run)))
+    return trade_off("Accuracy against ε", trails, [s for s in without if s.points], _tick_percent)
+
+
+# Parts
+
+
+def _chart(title: str, runs: Sequence[Run], key: str, form: Callable[[float], str], *, from_zero: bool) -> Html:
+    lines = [Series(run.name, run.curve(key), _colour(runs, run)) for run in runs]
+    return line_chart(title, lines, y_format=form, from_zero=from_zero)
+
+
+def _accuracy_chart(runs: Sequence[Run]) -> Html:
+    lines = [Series(run.name, run.curve("accuracy"), _colour(runs, run)) for run in runs]
+    return line_chart("Accuracy over steps", lines, y_format=_tick_percent, most=1.0)
+
+
+def _tick_percent(value: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _colour(runs: Sequence[Run], run: Run) -> int:
+    return next(i for i, other in enumerate(runs) if other is run)
+
+
+def _legend(runs: Sequence[Run]) -> Html:
+    if len(runs) == 1:
+        return Html("")
+    return tag(
+        "div",
+        *(tag("span", tag("i", class_=f"s{i % 6}"), run.name) for i, run in enumerate(runs)),
+        class_="key",
+        style="margin-bottom:12px",
+    )
+
+
+def _device(run: Run) -> str:
+    threads = run.number("threads")
+    device = run.text("device")
+    return f"{device}, {threads:.0f} threads" if device == "cpu" and threads else device

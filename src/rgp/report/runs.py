@@ -1,0 +1,144 @@
+"""A run's folder -> what the report says about it. Files may be missing or cut short; summary.json may not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rgp.accounting import Event, Meaning, epsilon, meaning
+from rgp.errors import LedgerError
+from rgp.ledger import Ledger
+
+
+class RunError(ValueError):
+    """A folder that is no run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was found in one folder.
+
+    public: metrics.jsonl, which may be published; private: private.jsonl, which may not
+    attack: result of the membership test, or None
+    meaning: what the guarantee lets an attacker do; None for runs without one
+    problems: sentences about what does not add up
+    """
+
+    name: str
+    folder: Path
+    summary: dict[str, Any]
+    public: list[dict[str, Any]]
+    private: list[dict[str, Any]]
+    plan: list[dict[str, Any]]
+    attack: dict[str, Any] | None
+    meaning: Meaning | None
+    problems: tuple[str, ...]
+
+    def number(self, key: str) -> float | None:
+        return finite(self.summary.get(key))
+
+    def text(self, key: str) -> str:
+        value = self.summary.get(key)
+        return "" if value is None else str(value)
+
+    @property
+    def epsilon(self) -> float | None:
+        return self.number("epsilon")
+
+    @property
+    def publishable_accuracy(self) -> bool:
+        """Accuracy is on a published test split, not on rows of the private data."""
+        return bool(self.summary.get("accuracy_is_publishable", False))
+
+    def curve(self, key: str, *, by: str = "step") -> list[tuple[float, float]]:
+        """Points of a quantity, from whichever file it is in, in the order of the steps."""
+        rows: dict[float, dict[str, Any]] = {}
+        for row in self.private + self.public:
+            step = finite(row.get("step"))
+            if step is not None:
+                rows[step] = rows.get(step, {}) | {k: v for k, v in row.items() if finite(v) is not None}
+        found = ((finite(row.get(by)), finite(row.get(key))) for _, row in sorted(rows.items()))
+        return [(x, y) for x, y in found if x is not None and y is not None]
+
+
+def read_run(folder: Path) -> Run:
+    path = folder / "summary.json"
+    if not path.is_file():
+        there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else ""
+        raise RunError(
+            f"{folder} is not a finished run: there is no summary.json in it"
+            + (f", only {there}." if there else "; the folder is empty or missing.")
+        )
+    summary = _json(path)
+    if not isinstance(summary, dict):
+        raise RunError(f"{path} does not hold a JSON object.")
+    public, private = _rows(folder / "metrics.jsonl"), _rows(folder / "private.jsonl")
+    attack = _json(folder / "attack.json") if (folder / "attack.json").is_file() else None
+    for row in private:
+        attack = row.get("attack", attack)
+    plan = _json(folder / "plan.json") if (folder / "plan.json").is_file() else []
+    means, problems = _guarantee(folder, summary)
+    return Run(
+        name=folder.resolve().name,
+        folder=folder,
+        summary=summary,
+        public=public,
+        private=private,
+        plan=[row for row in plan if isinstance(row, dict)] if isinstance(plan, list) else [],
+        attack=attack if isinstance(attack, dict) else None,
+        meaning=means,
+        problems=tuple(problems),
+    )
+
+
+def _guarantee(folder: Path, summary: dict[str, Any]) -> tuple[Meaning | None, list[str]]:
+    """From the ledger, which is what counts; from the summary where there is none."""
+    spent, delta = finite(summary.get("epsilon")), finite(summary.get("delta"))
+    if spent is None or delta is None:
+        return None, []
+    try:
+        events = Ledger.open(folder).events()
+        counted = epsilon(events, delta=delta, accountant=str(summary.get("accountant") or "pld"))
+        problems = []
+        if counted > spent * 1.001 + 1e-6:
+            problems.append(f"The ledger adds up to epsilon {counted:.4f}, more than the {spent:.4f} of summary.json.")
+        return meaning(events, delta=delta), problems
+    except (LedgerError, KeyError, ValueError, OSError) as error:
+        problems = [f"The ledger could not be checked: {error}"]
+    q, sigma, steps = (finite(summary.get(key)) for key in ("sampling_rate", "noise_multiplier", "steps"))
+    try:
+        assert q is not None and sigma is not None and steps is not None
+        return meaning([Event(q, sigma, int(steps))], delta=delta), problems
+    except (AssertionError, ValueError):
+        return None, problems
+
+
+def finite(value: Any) -> float | None:
+    """The value as a number, or None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The lines up to the first that a crash left unfinished."""
+    rows: list[dict[str, Any]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows

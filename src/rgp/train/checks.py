@@ -1,0 +1,119 @@
+"""Mistakes in a config: how they are collected, and those that no key makes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rgp.train.sections import CARRIED, IMAGE_MODELS, IMAGES, TEXTS, Config, DataConfig, ModelConfig, short
+
+
+class Mistakes(list[str]):
+    """Mistakes found so far, and the keys they are about: what else is wrong with those is not worth saying."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: set[str] = set()
+        self.no_base = False  # preset or file could not be read: most keys are missing for that reason
+
+    def add(self, message: str, *keys: str) -> None:
+        if not self.keys.intersection(keys):
+            self.append(message.rstrip("; "))
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line each in `mistakes`."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        self.mistakes = mistakes
+        count = "a mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        super().__init__("\n  ".join([f"{count} in the configuration:", *mistakes]))
+
+
+def cross_check(config: Config, mistakes: Mistakes) -> None:
+    """Mistakes that no key makes alone."""
+    method, budget, training = config.method, config.budget, config.training
+
+    def one_of(a: str, b: str, first: Any, second: Any) -> None:
+        if (first is None) == (second is None):
+            state = "neither is set" if first is None else "both are set"
+            mistakes.add(f"{a} and {b}: set one of them, and the other to null; {state}", a, b)
+
+    one_of("training.epochs", "training.steps", training.epochs, training.steps)
+    protecting = {
+        "budget.epsilon": budget.epsilon,
+        "budget.noise_multiplier": budget.noise_multiplier,
+        "training.clip": training.clip,
+    }
+    if config.private:
+        one_of("budget.epsilon", "budget.noise_multiplier", budget.epsilon, budget.noise_multiplier)
+        if training.clip is None:
+            mistakes.add(
+                f"training.clip = null: method {method.name} needs a number above 0, such as 1", "training.clip"
+            )
+    else:
+        for name, value in protecting.items():
+            if value is not None:
+                words = f"{name} = {value:g}: method nonprivate protects nothing, so this must be null"
+                mistakes.add(words, name, "method.name")
+    carries = method.name in ("rgp", "rgp-random")
+    for leaf in CARRIED:
+        value = getattr(method, leaf)
+        if value is not None and not carries:
+            words = f"method.{leaf} = {short(value)}: method {method.name} has no carriers, so this must be null"
+            mistakes.add(words, f"method.{leaf}", "method.name")
+    if method.name == "rgp-random" and method.source not in (None, "random"):
+        words = f"method.source = {method.source}: the carriers of rgp-random are random; use method.name = rgp"
+        mistakes.add(words, "method.source")
+    if training.max_batch is not None and budget.accountant == "rdp":
+        words = f"training.max_batch = {training.max_batch}: needs budget.accountant = pld"
+        mistakes.add(words, "training.max_batch", "budget.accountant")
+    if config.run.device != "auto" and not _is_device(config.run.device):
+        words = f"run.device = {config.run.device}: must be auto, cpu, cuda or cuda with a number, such as cuda:1"
+        mistakes.add(words, "run.device")
+    _check_names(config.data, config.model, mistakes)
+
+
+def _check_names(data: DataConfig, model: ModelConfig, mistakes: Mistakes) -> None:
+    images = model.name in IMAGE_MODELS
+    hub = "/" in model.name and not model.name.startswith((".", "/", "~"))
+    if not images and not hub and not Path(model.name).expanduser().is_dir():
+        near = perhaps(model.name, IMAGE_MODELS)
+        mistakes.add(
+            f"model.name = {model.name}: {near}must be one of {', '.join(IMAGE_MODELS)}, a folder with a Hugging Face "
+            "model, or its name on the hub (owner/name)",
+            "model.name",
+        )
+        mistakes.keys.add("model.name")
+    known = data.name in IMAGES + TEXTS
+    hub = data.name.startswith("hf:") or (
+        data.name.count("/") == 1 and not Path(data.name).suffix and not data.name.startswith((".", "/", "~"))
+    )
+    if not known and not hub and not Path(data.name).expanduser().exists():
+        near = perhaps(data.name, IMAGES + TEXTS)
+        mistakes.add(
+            f"data.name = {data.name}: {near}must be one of {', '.join(IMAGES + TEXTS)}, a file or folder that exists, "
+            "or a data set of the Hugging Face hub (hf:owner/name)",
+            "data.name",
+        )
+    elif known and images != (data.name in IMAGES):
+        holds, wanted = ("texts", "a Hugging Face model") if images else ("images", f"one of {', '.join(IMAGE_MODELS)}")
+        mistakes.add(f"model.name = {model.name}: {data.name} holds {holds}; the model must be {wanted}", "model.name")
+    if model.width is not None and model.name not in ("small-cnn", "mlp"):
+        words = f"model.width = {model.width}: is for small-cnn and mlp; {model.name} has its own, so this must be null"
+        mistakes.add(words, "model.width", "model.name")
+    if model.width is not None and model.name == "small-cnn" and model.width % 8:
+        words = f"model.width = {model.width}: must be a multiple of 8 for small-cnn, whose norms have 8 groups"
+        mistakes.add(words, "model.width")
+
+
+def _is_device(name: str) -> bool:
+    kind, colon, index = name.partition(":")
+    return kind in ("cpu", "cuda", "mps") and (not colon or index.isdigit())
+
+
+def perhaps(name: str, among: Iterable[str]) -> str:
+    near = get_close_matches(name, list(among), n=1, cutoff=0.6)
+    return f"did you mean {near[0]}? " if near else ""

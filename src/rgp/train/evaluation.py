@@ -1,0 +1,52 @@
+"""A trained run, measured: held-out accuracy and loss, epsilon from the ledger, and the membership attack."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rgp import accounting
+from rgp.ledger import Ledger
+from rgp.train.setup import example_losses
+from rgp.train.weights import load_trained
+
+
+def evaluate_run(out: Path) -> dict[str, Any]:
+    settings, parts, source = load_trained(out)
+    batch = settings.training.microbatch_size or 32
+    losses, right = example_losses(
+        parts.model, parts.data.test, collate_fn=parts.data.collate_fn, device=parts.device, batch_size=batch
+    )
+    ledger = Ledger.open(out)
+    delta, accountant = ledger.header["delta"], ledger.header["accountant"]
+    spent = accounting.epsilon(ledger.events(), delta=delta, accountant=accountant)
+    private = math.isfinite(spent)
+    return {
+        "run": str(out),
+        "weights": source,
+        "accuracy": right.float().mean().item(),
+        "loss": losses.mean().item(),
+        "rows": len(right),
+        "accuracy_is_publishable": parts.published_test,
+        "epsilon": spent if private else None,
+        "delta": delta if private else None,
+        "accountant": accountant if private else None,
+        "releases": ledger.count,
+    }
+
+
+def attack_run(out: Path, *, seed: int = 0) -> dict[str, Any]:
+    """The loss-threshold membership test: training rows against held-out rows. Its result is private."""
+    from rgp.attacks.threshold import attack
+
+    settings, parts, _ = load_trained(out)
+    batch = settings.training.microbatch_size or 32
+
+    def losses(dataset: Any) -> Any:
+        found = example_losses(
+            parts.model, dataset, collate_fn=parts.data.collate_fn, device=parts.device, batch_size=batch
+        )
+        return found[0]
+
+    return attack(losses(parts.data.train), losses(parts.data.test), seed=seed)

@@ -1,0 +1,297 @@
+"""One run: config -> a trained model in a run's folder. Can be interrupted at any moment and gone on with.
+
+settings ok -> folder free -> data, model -> rgp.privatize -> steps, evaluations, checkpoints -> model/, card, report
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import rgp
+from rgp import checkpoint
+from rgp.bench.measure import MemoryMeter
+from rgp.engine import Run
+from rgp.ledger import Ledger
+from rgp.train import card, config, setup
+from rgp.train.config import Config, ConfigError
+from rgp.train.errors import Interrupted, RunFolderError
+from rgp.train.folder import RunFolder
+from rgp.train.meters import Clock, EpsilonSoFar, Seen, Signals
+from rgp.train.progress import Board, Progress
+from rgp.train.setup import Parts
+from rgp.train.weights import publish
+
+
+def train(
+    settings: Config,
+    out: Path,
+    *,
+    progress: Progress,
+    resume: bool = False,
+    diagnostics: bool = False,
+    tensorboard: bool = False,
+) -> dict[str, Any]:
+    """Train into a new folder, or go on with the run that is in it. Returns the content of its summary.json."""
+    folder = RunFolder(out)
+    if resume:
+        folder.check_resumable()
+        if folder.finished:
+            progress.say(f"{out} is finished already; nothing was done")
+            return folder.read_json(folder.summary)
+    else:
+        folder.check_free()
+    began = time.monotonic()
+    parts = setup.make(settings)
+    session = Session(settings, parts, folder, progress, began=began, diagnostics=diagnostics)
+    run = session.go_on() if resume and folder.latest.exists() else session.begin(again=resume)
+    with run:
+        board = Board(out) if tensorboard else None
+        try:
+            session.train(run, board)
+        finally:
+            progress.stop()
+            if board is not None:
+                board.close()
+        return session.finish(run)
+
+
+class Session:
+    """The state of one process's work on a run."""
+
+    def __init__(
+        self,
+        settings: Config,
+        parts: Parts,
+        folder: RunFolder,
+        progress: Progress,
+        *,
+        began: float,
+        diagnostics: bool = False,
+    ) -> None:
+        self.config, self.parts, self.folder, self.progress = settings, parts, folder, progress
+        self.began, self.diagnostics = began, diagnostics
+        self.batch = settings.training.microbatch_size or min(settings.training.batch_size, 32)
+        self.eval_every = settings.run.eval_every or max(1, round(parts.steps / 20))
+        self.accuracy: float | None = None
+        self.peak: int | None = None
+        self.before = Clock()  # what earlier processes spent on this run
+        self.step_seconds = 0.0
+
+    @property
+    def wall_seconds(self) -> float:
+        return self.before.wall + time.monotonic() - self.began
+
+    # ------------------------------------------------------------------ beginning
+
+    def begin(self, *, again: bool = False) -> Run:
+        """A new run; `again` for a folder in which one was begun, and stopped before its first checkpoint."""
+        settings, parts, folder = self.config, self.parts, self.folder
+        if again:
+            discard_stillborn(folder)
+        budget = None
+        if settings.budget.epsilon is not None:
+            budget = rgp.Budget(settings.budget.epsilon, settings.budget.delta, accountant=settings.budget.accountant)
+        noise = (settings.budget.noise_multiplier if settings.private else 0.0) if budget is None else None
+        parts.model.train()
+        run = rgp.privatize(
+            parts.model,
+            parts.optimizer,
+            parts.data.train,
+            batch_size=settings.training.batch_size,
+            method=parts.method,
+            budget=budget,
+            noise_multiplier=noise,
+            delta=None if budget is not None else settings.budget.delta,
+            steps=parts.steps,
+            clip=settings.training.clip,
+            microbatch_size=self.batch,
+            max_batch=settings.training.max_batch,
+            collate_fn=parts.data.collate_fn,
+            scheduler=parts.scheduler,
+            seed=settings.run.seed,
+            secure_noise=settings.run.secure_noise,
+            folder=folder.path,
+            workers=settings.run.workers,
+            pin_memory=parts.device.type == "cuda",
+        )
+        folder.write_text(folder.config, settings.to_yaml())
+        folder.write_json(folder.plan, card.plan_rows(run))
+        self.progress.say(self._first_words(run))
+        return run
+
+    def go_on(self) -> Run:
+        parts, folder = self.parts, self.folder
+        parts.model.train()
+        run = checkpoint.resume(
+            folder.path,
+            parts.model,
+            parts.optimizer,
+            parts.data.train,
+            collate_fn=parts.data.collate_fn,
+            scheduler=parts.scheduler,
+            microbatch_size=self.batch,
+            workers=self.config.run.workers,
+            pin_memory=parts.device.type == "cuda",
+            method=parts.method,
+            batch_size=self.config.training.batch_size,
+        )
+        folder.rewind(run.step_index)
+        for row in folder.rows(folder.metrics) + folder.rows(folder.private):
+            self.before = self.before.later(row)
+            self.accuracy = row.get("accuracy", self.accuracy)
+        self.progress.say(f"going on with {folder.path} after step {run.step_index} of {run.settings.steps}")
+        return run
+
+    def _first_words(self, run: Run) -> str:
+        plan, settings = run.plan, run.settings
+        trained = sum(e.size for e in plan.trained)
+        words = f"{self.parts.data.description}\n{self.config.model.name}: {trained:,} trained parameters"
+        if not self.config.private:
+            return f"{words}\nNOT PRIVATE: no clipping, no noise"
+        return (
+            f"{words}, noise in {plan.noise_dimensions:,} dimensions\n"
+            f"{self.config.method.name}: sampling rate {settings.rate(0):.4g}, noise multiplier "
+            f"{run.noise_multiplier:g}, clip {settings.clip(0):g}, delta {settings.delta:g}"
+        )
+
+    # ------------------------------------------------------------------ the loop
+
+    def train(self, run: Run, board: Board | None = None) -> None:
+        """All steps that are left. Interrupted once the run is saved, if somebody asked to stop."""
+        parts, progress, model = self.parts, self.progress, self.parts.model
+        curve = EpsilonSoFar(run) if self.config.private else None
+        meter = MemoryMeter("cuda" if parts.device.type == "cuda" else "cpu")
+        run.save(self.folder.path)
+        progress.start(self.config.method.name, run.step_index, run.settings.steps)
+        if self.accuracy is not None:
+            progress.accuracy(self.accuracy)
+        seen = Seen(self.diagnostics)
+        began = saved = time.monotonic()
+        done, resting = run.step_index, 0.0  # resting: seconds spent on evaluations and checkpoints
+        try:
+            with Signals() as signals:
+                for batch in run:
+                    logits, labels = setup.logits_and_labels(model, batch, parts.device)
+                    loss = F.cross_entropy(logits, labels)
+                    run.step(loss)
+                    seen.add(loss, len(labels), run)
+                    if run.step_index > done:
+                        now = time.monotonic()
+                        due = run.step_index // self.eval_every > done // self.eval_every or run.finished
+                        done = run.step_index
+                        self.step_seconds = now - began - resting
+                        epsilon = None if curve is None else curve.after(run)
+                        if due:
+                            self.evaluate(run, seen, epsilon, board)
+                        progress.step(done, epsilon=epsilon, examples=seen.examples)
+                        seen.examples = 0
+                        if now - saved >= self.config.run.checkpoint_seconds and not run.finished:
+                            run.save(self.folder.path)
+                            saved = time.monotonic()
+                        resting += time.monotonic() - now
+                    if signals.number is not None and not run.finished:
+                        break
+            if run.step_index > done:  # empty draws at the very end
+                self.evaluate(run, seen, None if curve is None else curve.after(run), board)
+        finally:
+            self.peak = meter.peak_bytes()
+        run.save(self.folder.path)
+        if not run.finished:
+            progress.stop()
+            self.write_summary(run)
+            assert signals.number is not None
+            raise Interrupted(self.folder.path, run.step_index, run.settings.steps, signals.number)
+
+    def evaluate(self, run: Run, seen: Seen, epsilon: float | None, board: Board | None) -> None:
+        """Accuracy on held-out rows: where anyone may see it if the rows are a published test split, apart if not."""
+        _, right = self.losses(self.parts.data.test)
+        self.accuracy = right.float().mean().item()
+        self.progress.accuracy(self.accuracy)
+        at = {"step": run.step_index}
+        public: dict[str, Any] = {**at, "epsilon": epsilon, "seconds": self.wall_seconds}
+        private: dict[str, Any] = {**at, **seen.take()}
+        (public if self.parts.published_test else private)["accuracy"] = self.accuracy
+        public["step_seconds"] = self.before.steps + self.step_seconds
+        for path, row in ((self.folder.metrics, public), (self.folder.private, private)):
+            self.folder.append(path, row)
+            if board is not None:
+                board.add(row, public=path == self.folder.metrics)
+
+    def losses(self, dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = self.parts
+        return setup.example_losses(
+            parts.model, dataset, collate_fn=parts.data.collate_fn, device=parts.device, batch_size=self.batch
+        )
+
+    # ------------------------------------------------------------------ the end
+
+    def write_summary(self, run: Run) -> dict[str, Any]:
+        earlier = self.folder.read_json(self.folder.summary) if self.folder.summary.exists() else {}
+        peaks = [peak for peak in (self.peak, earlier.get("peak_memory_bytes")) if peak is not None]
+        summary = card.summarize(
+            self.config,
+            self.parts,
+            run,
+            accuracy=self.accuracy,
+            wall_seconds=self.wall_seconds,
+            step_seconds=self.before.steps + self.step_seconds,
+            peak_memory_bytes=max(peaks, default=None),
+        )
+        self.folder.write_json(self.folder.summary, summary)
+        return summary
+
+    def finish(self, run: Run) -> dict[str, Any]:
+        """model/ with its card, then summary.json, then the report."""
+        if self.accuracy is None:
+            self.evaluate(run, Seen(False), None, None)
+        summary = self.write_summary(run)
+        made = card.make_card(self.config, self.parts, run, summary)
+        publish(self.folder, self.config, self.parts, made)
+        write_report([self.folder.path], self.folder.report, self.progress.say)
+        return summary
+
+
+def resumed_config(out: Path, given: Config | None) -> Config:
+    """The config of the run in `out`; if another one was given as well, it must be the same."""
+    folder = RunFolder(out)
+    folder.check_resumable()
+    saved = config.load(folder.config)
+    if given is not None and given != saved:
+        old, new = saved.to_dict(), given.to_dict()
+        raise ConfigError(
+            [
+                f"{section}.{name} = {new[section][name]}: the run in {out} has {value}, and a run cannot change"
+                for section, keys in old.items()
+                for name, value in keys.items()
+                if new[section][name] != value
+            ]
+        )
+    return saved
+
+
+def discard_stillborn(folder: RunFolder) -> None:
+    """A run that was stopped before its first checkpoint: nothing was released, so its ledger may go."""
+    if folder.ledger.exists():
+        if Ledger.open(folder.path).count:
+            raise RunFolderError(
+                f"{folder.path} holds releases on record and no checkpoint to go on from. Start again in another "
+                "folder; these releases were made, and count against the same data."
+            )
+        folder.ledger.unlink()
+
+
+def write_report(folders: list[Path], out: Path, say: Callable[[str], None]) -> Path | None:
+    """The report is for people and can be written again: no run fails for want of it."""
+    try:
+        from rgp.report import write
+
+        return write(folders, out)
+    except Exception as error:
+        say(f"the report could not be written ({type(error).__name__}: {error}); try again: rgp report {folders[0]}")
+        return None

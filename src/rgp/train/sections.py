@@ -1,0 +1,165 @@
+"""The sections of a config: every key with its type, what is allowed, and what it means. The manual is made of this."""
+
+# ruff: noqa: RUF009 - key() makes a dataclasses.field
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import yaml
+
+from rgp.train.allowed import Allowed, choice, columns, flag, number, ranks, string, treatments, whole
+
+METHODS = ("rgp", "rgp-random", "dpsgd", "linear", "bitfit", "nonprivate")
+IMAGE_MODELS = ("small-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-4", "wrn-28-4")
+IMAGES = ("digits", "cifar10", "svhn", "mnist", "fashion_mnist")
+TEXTS = ("sst2", "qnli", "qqp", "mnli")
+CARRIED = ("rank", "sides", "source", "warmup_steps", "power_iterations", "norm")  # keys of methods with carriers
+
+
+def key(default: Any, allowed: Allowed, meaning: str) -> Any:
+    made = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**made, metadata={"allowed": allowed, "nullable": default is None, "meaning": meaning})
+
+
+# ---------------------------------------------------------------------- the sections
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    name: str = key("digits", string(), "a built-in name, a file or a folder")
+    text: Any = key(None, columns(), "column of the text in a table; a list of two for pairs of texts")
+    label: str | None = key(None, string(), "column of the label in a table")
+    held_out: float = key(
+        0.2, number(0, above=True, high=1, below=True), "share held out, where the data come without a test split"
+    )
+    seed: int = key(0, whole(0), "which rows are held out; public")
+    folder: str | None = key(None, string(), "where `rgp data get` put the data, if not in its usual place")
+    max_length: int = key(128, whole(1), "tokens of a text; the rest is cut off")
+    image_size: int | None = key(None, whole(1), "height and width to which the images of a folder are brought")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    name: str = key("small-cnn", string(), f"{', '.join(IMAGE_MODELS)}; a folder or hub name of a Hugging Face model")
+    width: int | None = key(None, whole(8), "small-cnn: channels of the first layer (32); mlp: hidden units (128)")
+    pretrained: bool = key(True, flag(), "Hugging Face: start from its weights, not from random ones")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    name: str = key("rgp", choice(*METHODS), ", ".join(METHODS))
+    rank: Any = key(None, ranks(), "columns of L and rows of R; auto, or a number per parameter-name pattern (8)")
+    sides: str | None = key(None, choice("both", "left", "right", "alternate"), "which carriers get gradients (both)")
+    source: str | None = key(
+        None, choice("history", "weight", "momentum", "random"), "what the carriers are found in (history)"
+    )
+    warmup_steps: int | None = key(None, whole(0), "steps before history or momentum is used (a tenth of the run)")
+    power_iterations: int | None = key(None, whole(1), "of the power method that finds the carriers (1)")
+    norm: str | None = key(None, choice("intrinsic", "paper"), "which norm is clipped (intrinsic)")
+    head_scale: float = key(1.0, number(0, above=True), "multiplies the head's gradient before clipping")
+    overrides: dict[str, Any] = key({}, treatments(), "parameter-name pattern: carried, exact, frozen or a rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+    epsilon: float | None = key(None, number(0, above=True), "the privacy that may be spent; the noise follows from it")
+    delta: float | None = key(
+        None,
+        number(0, above=True, high=1, below=True),
+        "probability that epsilon fails (1/(10 N), at most 1e-5)",
+    )
+    noise_multiplier: float | None = key(None, number(0, above=True), "the noise itself, in place of epsilon")
+    accountant: str = key("pld", choice("pld", "rdp"), "pld is tight; rdp is what older papers used")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    batch_size: int = key(256, whole(1), "expected examples of a step; each is drawn on its own")
+    epochs: float | None = key(None, number(0, above=True), "length of the run in passes over the data")
+    steps: int | None = key(None, whole(1), "length of the run in steps, in place of epochs")
+    clip: float | None = key(None, number(0, above=True), "largest gradient norm of one example")
+    microbatch_size: int | None = key(None, whole(1), "examples that go through the model at once (32)")
+    max_batch: int | None = key(None, whole(1), "cap on the examples of a step, with the accounting for it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: str = key("sgd", choice("sgd", "adam", "adamw"), "sgd, adam, adamw")
+    lr: float = key(0.1, number(0, above=True), "learning rate")
+    momentum: float = key(0.9, number(0, high=1, below=True), "of sgd; beta1 of adam")
+    weight_decay: float = key(0.0, number(0), "weight decay")
+    schedule: str = key("constant", choice("constant", "cosine", "linear"), "of the learning rate, down to 0")
+    warmup: float = key(0.0, number(0, high=1, below=True), "share of the steps in which the learning rate rises")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    seed: int | None = key(
+        None, whole(0), "repeats a run exactly; who knows it can undo the protection, so leave it out for real data"
+    )
+    secure_noise: bool = key(False, flag(), "noise from a cryptographic generator; needs rgp[secure]")
+    device: str = key("auto", string(), "auto, cpu, cuda, cuda:1, ...")
+    threads: int | None = key(None, whole(1), "CPU threads (all)")
+    workers: int = key(0, whole(0), "processes that load data")
+    eval_every: int | None = key(None, whole(1), "steps between evaluations (a twentieth of the run)")
+    checkpoint_seconds: float = key(300.0, number(0), "seconds between checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    method: MethodConfig = field(default_factory=MethodConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def private(self) -> bool:
+        return self.method.name != "nonprivate"
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        return {
+            s.name: {f.name: getattr(getattr(self, s.name), f.name) for f in fields(SECTIONS[s.name])}
+            for s in fields(self)
+        }
+
+    def to_yaml(self) -> str:
+        """As a file that `rgp train` reads, every key with its meaning."""
+        lines = []
+        for section, kind in SECTIONS.items():
+            lines.append(f"{section}:")
+            for f in fields(kind):
+                value = scalar(getattr(getattr(self, section), f.name))
+                lines.append(f"  {f.name + ': ' + value:<26}  # {f.metadata['meaning']}")
+            lines.append("")
+        return "\n".join(lines)
+
+
+SECTIONS: dict[str, type] = {
+    "data": DataConfig,
+    "model": ModelConfig,
+    "method": MethodConfig,
+    "budget": BudgetConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "run": RunConfig,
+}
+KEYS = [f"{section}.{f.name}" for section, kind in SECTIONS.items() for f in fields(kind)]
+
+
+def short(value: Any) -> str:
+    words = scalar(value)
+    return words if len(words) <= 60 else words[:57] + "..."
+
+
+def scalar(value: Any) -> str:
+    """As YAML on one line."""
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    value = list(value) if isinstance(value, tuple) else value
+    dumped = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
+    return dumped.removesuffix("...").strip()

@@ -1,0 +1,68 @@
+"""The trained weights: into model/, with their card, and back out of a run's folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rgp.train import card, config, setup
+from rgp.train.config import Config
+from rgp.train.errors import RunFolderError
+from rgp.train.folder import RunFolder
+from rgp.train.sections import IMAGE_MODELS
+from rgp.train.setup import Parts
+
+
+def publish(folder: RunFolder, settings: Config, parts: Parts, made: dict[str, Any]) -> None:
+    """model/: weights and card, put there as a whole."""
+    draft = folder.path / "model.draft"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(mode=0o755)
+    if settings.model.name in IMAGE_MODELS:
+        save_weights(parts.model, draft / "model.safetensors")
+        about = {
+            "name": settings.model.name,
+            "width": settings.model.width,
+            "classes": parts.data.classes,
+            "shape": list(parts.data.shape),
+            "labels": list(parts.data.label_names),
+        }
+        folder.write_json(draft / "model.json", about)
+    else:
+        parts.model.save_pretrained(draft)  # type: ignore[operator]
+        parts.tokenizer.save_pretrained(draft)
+    folder.write_json(draft / "privacy_card.json", made)
+    folder.write_text(draft / "privacy_card.md", card.card_text(made))
+    shutil.rmtree(folder.model, ignore_errors=True)
+    os.replace(draft, folder.model)
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    from safetensors.torch import save_model
+
+    save_model(model, str(path))
+    path.chmod(0o644)  # to be published; safetensors writes for the owner alone
+
+
+def load_trained(out: Path) -> tuple[Config, Parts, str]:
+    """(config, parts with the run's weights, where they came from): of the finished model, or the last checkpoint."""
+    from safetensors.torch import load_model
+
+    folder = RunFolder(out)
+    if not folder.config.exists():
+        raise RunFolderError(f"{out} is not a run's folder: it has no config.yaml")
+    settings = config.load(folder.config)
+    if (folder.model / "model.safetensors").exists():
+        weights, source = folder.model / "model.safetensors", "model"
+    elif folder.latest.exists():
+        source = folder.latest.read_text().strip()
+        weights = folder.path / source / "model.safetensors"
+    else:
+        raise RunFolderError(f"{out} has neither a trained model nor a checkpoint yet")
+    parts = setup.make(settings)
+    load_model(parts.model, str(weights))
+    return settings, parts, source

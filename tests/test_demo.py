@@ -1,0 +1,63 @@
+"""`rgp demo`, in small: three real runs, three attacks, one report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+pytest.importorskip("typer")
+pytest.importorskip("safetensors")
+pytest.importorskip("sklearn")
+from typer.testing import CliRunner
+
+from rgp import cli
+from rgp.train import demo
+from rgp.train.errors import DemoError
+from rgp.train.folder import RunFolder
+
+SMALL = ("model.width=8", "training.epochs=1", "training.batch_size=200", "run.threads=1", "run.eval_every=100")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    return demo.run_demo(tmp_path_factory.mktemp("demo") / "d", epsilon=8.0, changes=SMALL, quiet=True)
+
+
+def test_the_three_runs_are_the_same_network(result):
+    none, dpsgd, rgp = result["runs"]
+    assert [row["method"] for row in result["runs"]] == ["nonprivate", "dpsgd", "rgp"]
+    assert none["epsilon"] is None and 7.9 < dpsgd["epsilon"] <= 8 and 7.9 < rgp["epsilon"] <= 8
+    assert none["parameters"] == dpsgd["parameters"] == rgp["parameters"] == dpsgd["noise_dimensions"]
+    assert rgp["noise_dimensions"] < dpsgd["noise_dimensions"] and none["noise_dimensions"] == 0
+    assert all(0 <= row["accuracy"] <= 1 and row["steps"] == 7 and row["seed"] is None for row in result["runs"])
+
+
+def test_all_are_attacked_and_the_result_is_kept_private(result):
+    for row in result["runs"]:
+        assert 0.3 < row["attack"]["success_rate"] < 0.8  # after one epoch nobody remembers much
+        folder = RunFolder(row["folder"])
+        assert folder.rows(folder.private)[-1]["attack"] == row["attack"]
+        assert "attack" not in folder.metrics.read_text() + folder.summary.read_text()
+
+
+def test_report_and_table(result, capsys):
+    pytest.importorskip("rgp.report")
+    assert result["report"] is not None and "<html" in Path(result["report"]).read_text().lower()
+    demo.show_demo(result)
+    shown = capsys.readouterr().out
+    for words in ("RGP", "DP-SGD", "no privacy", "noise dimensions", "report.html"):
+        assert words in shown
+    json.dumps(result, allow_nan=False)
+
+
+def test_an_existing_folder_is_not_touched(tmp_path):
+    (tmp_path / "mine").write_text("dear")
+    refused = CliRunner().invoke(cli.app, ["demo", "--out", str(tmp_path)])
+    assert refused.exit_code == 2 and "was not touched" in refused.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_failing_run_is_reported(tmp_path):
+    with pytest.raises(DemoError, match=r"exit code 2[\s\S]*model.width = 9"):
+        demo.run_demo(tmp_path / "d", epsilon=8.0, changes=("model.width=9",), quiet=True)

@@ -1,0 +1,97 @@
+"""Dropout under capture: the right rate and scale, torch's results where there is no dropout, checkpoints recompute it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+
+import rgp.rules
+from rgp.capture import Capture
+
+rgp.rules.load()
+
+
+@pytest.fixture
+def capture():
+    mode = Capture({})
+    mode.begin(4)
+    with mode:
+        yield mode
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_rate_and_scale(capture, p):
+    torch.manual_seed(0)
+    x = torch.ones(400_000, requires_grad=True)
+    y = F.dropout(x, p, True)
+    kept = int((y != 0).sum())
+    assert stats.binomtest(kept, y.numel(), 1 - p).pvalue > 1e-4
+    assert stats.binomtest(kept, y.numel(), (1 - p) * 0.98).pvalue < 1e-4
+    assert torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)), rtol=1e-3)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, y.detach())
+
+
+def test_masks_are_fresh_and_follow_the_seed(capture):
+    x = torch.ones(1000, requires_grad=True)
+    torch.manual_seed(1)
+    first, second = F.dropout(x, 0.5), F.dropout(x, 0.5)
+    torch.manual_seed(1)
+    again = F.dropout(x, 0.5)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_no_dropout_in_evaluation(capture):
+    x = torch.ones(10, requires_grad=True)
+    assert torch.equal(F.dropout(x, 0.5, False), x)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "causal", "empty row"])
+def test_attention_equals_torch_up_to_the_mask(capture, mask, monkeypatch):
+    """With the dropout itself taken out, ours must be torch's."""
+    from rgp.rules import dropout
+
+    class Identity:
+        @staticmethod
+        def apply(x, p):
+            return x
+
+    monkeypatch.setattr(dropout, "_Dropout", Identity)
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    options = {"is_causal": mask == "causal"}
+    if mask in ("bool", "empty row"):
+        options["attn_mask"] = torch.rand(2, 1, 5, 5) < 0.7
+        if mask == "empty row":
+            options["attn_mask"][0, 0, 2] = False
+        else:
+            options["attn_mask"] |= torch.eye(5, dtype=torch.bool)
+    if mask == "float":
+        options["attn_mask"] = torch.randn(5, 5, dtype=torch.float64)
+    ours = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, **options)
+    capture.end()
+    theirs = F.scaled_dot_product_attention(q, k, v, dropout_p=0.0, **options)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_sees_the_same_mask(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    mode = Capture({})
+    x = torch.randn(64, requires_grad=True)
+
+    def block(x):
+        return F.dropout(x, 0.5) * x
+
+    grads = []
+    for use in (False, True):
+        torch.manual_seed(3)
+        mode.begin(4)
+        mode.in_backward = True
+        with mode:
+            y = checkpoint(block, x, use_reentrant=reentrant) if use else block(x)
+            torch.autograd.backward(y.sum())
+        grads.append(x.grad.clone())
+        x.grad = None
+    assert torch.equal(*grads)

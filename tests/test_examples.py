@@ -1,0 +1,21 @@
+"""Every example runs as it stands, in a process of its own."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+NEEDS = {"huggingface": "transformers", "loop": "sklearn", "vision": "safetensors"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path, tmp_path):
+    if path.stem in NEEDS:
+        pytest.importorskip(NEEDS[path.stem])
+    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for accuracy in re.findall(r"held-out accuracy ([\d.]+)", done.stdout):
+        assert float(accuracy) > 0.8, done.stdout  # it learns: the data are easy
