@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def _operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _refuse_gradient_clipping() -> None:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(6):
         if frame is None:
             return

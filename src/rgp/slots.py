@@ -104,7 +104,7 @@ class CarriedSlot(Slot):
         if self.needs_left:
             z = F.linear(right, self.R.to(right.dtype)) if thin_right is None else thin_right
             dLt = torch.bmm(z.transpose(1, 2), left)
-        core = torch.bmm(z.transpose(1, 2), u) if self.projects else None
+        core = torch.bmm(z.transpose(1, 2), u) if self.projects and z is not None else None
         self.add_thin(dLt, dR, core)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from rgp._version import __version__
 from rgp.report import words
-from rgp.report.charts import Series, line_chart, trade_off
+from rgp.report.charts import COLOURS, Series, line_chart, trade_off
 from rgp.report.details import details, method_name
 from rgp.report.html import Html, items, join, table, tag
 from rgp.report.promise import promise, promises
@@ -90,6 +90,12 @@ def _tile(label: str, value: str, more: Any, main: bool = False) -> Html:
 def _problems(runs: Sequence[Run]) -> Html:
     """What does not add up, and what weakens the promise."""
     said = [f"{run.name}: {problem}" for run in runs for problem in run.problems]
+    for run in runs:
+        if run.summary.get("finished") is False:
+            said.append(
+                f"{run.name} was stopped at step {words.whole(run.number('steps'))} of "
+                f"{words.whole(run.number('planned_steps'))}: ε is what it had spent by then."
+            )
     if not said:
         return Html("")
     return tag("section", tag("h2", "This needs your attention"), tag("ul", *items(said)), class_="alert", role="alert")
@@ -143,14 +149,14 @@ def _attacks(runs: Sequence[Run]) -> Html:
         result = run.attack or {}
         rate, error = finite(result.get("success_rate")), finite(result.get("standard_error"))
         spread = f" ± {200 * error:.1f}" if error is not None else ""
-        limit = words.ceiling(words.coin(run.meaning.mu)) if run.meaning else "no limit"
+        unknown = "no limit" if run.epsilon is None else "–"
         rows.append(
             (
                 run.name,
                 f"{words.percent(rate)}{spread}",
-                limit,
+                words.ceiling(words.coin(run.meaning.mu)) if run.meaning else unknown,
                 words.percent(finite(result.get("tpr_at_0.01"))),
-                words.ceiling(run.meaning.tpr_at_1_percent) if run.meaning else "no limit",
+                words.ceiling(run.meaning.tpr_at_1_percent) if run.meaning else unknown,
                 "–" if finite(result.get("auc")) is None else f"{result['auc']:.3f}",
             )
         )
@@ -277,7 +283,7 @@ def _short(value: float) -> str:
 
 
 def _colour(runs: Sequence[Run], run: Run) -> int:
-    return next(i for i, other in enumerate(runs) if other is run)
+    return next(i for i, other in enumerate(runs) if other is run) % COLOURS
 
 
 def _legend(runs: Sequence[Run]) -> Html:
@@ -285,7 +291,7 @@ def _legend(runs: Sequence[Run]) -> Html:
         return Html("")
     return tag(
         "div",
-        *(tag("span", tag("i", class_=f"s{i % 6}"), run.name) for i, run in enumerate(runs)),
+        *(tag("span", tag("i", class_=f"s{_colour(runs, run)}"), run.name) for run in runs),
         class_="key",
         style="margin-bottom:12px",
     )

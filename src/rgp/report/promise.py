@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rgp.report import words
-from rgp.report.html import Html, table, tag
+from rgp.report.html import Html, items, table, tag
 from rgp.report.runs import Run
 
 _ATTACKER = (
@@ -31,10 +31,7 @@ def promise(run: Run) -> Html:
         )
     parts: list[Any] = [
         tag("h2", "What this run promises"),
-        tag(
-            "p",
-            _ATTACKER,
-        ),
+        tag("p", _ATTACKER),
     ]
     if run.meaning is not None:
         parts.append(_meters(run))
@@ -117,7 +114,7 @@ def _not_covered(run: Run) -> Html:
         "Everything in the sections marked “do not publish”.",
     ]
     if run.summary.get("seed") is not None:
-        items.insert(
+        gaps.insert(
             0, "Anyone who knows the seed of this run: it was set by hand, and the noise can be computed from it."
         )
     return tag("div", tag("h3", "What is not covered"), tag("ul", *items(gaps)))
@@ -146,10 +143,7 @@ def promises(runs: Sequence[Run]) -> Html:
     return tag(
         "section",
         tag("h2", "What the private runs promise"),
-        tag(
-            "p",
-            _ATTACKER,
-        ),
+        tag("p", _ATTACKER),
         table(
             (
                 "run",

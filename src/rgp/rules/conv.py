@@ -34,6 +34,9 @@ class _Geometry:
         self.k, self.groups = kernel[2:], groups
         self.stride, self.padding, self.dilation = (_each(v, self.n) for v in (stride, padding, dilation))
 
+        every = tuple(slice(None, None, s) for s in self.stride)
+        self._strided = (Ellipsis, *every)  # every stride-th position
+
     def forward(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         return _FORWARD[self.n](x, kernel, bias, self.stride, self.padding, self.dilation, self.groups)
 
@@ -60,7 +63,7 @@ class _Geometry:
         """sum_t u_t patch_t(x)^T per example: u (m, r, *out), x (m, c, *in) -> (m, r, c, prod(k))."""
         m, r, c, k = len(x), u.shape[1], x.shape[1], prod(self.k)
         if k == 1 and not any(self.padding):
-            x = x[(..., *(slice(None, None, s) for s in self.stride))]
+            x = x[self._strided]
             return torch.bmm(u.flatten(2), x.flatten(2).transpose(1, 2)).unsqueeze(-1)
         if r * prod(self.stride) >= c:
             return torch.bmm(u.flatten(2), self.patches(x).transpose(1, 2)).view(m, r, c, k)
@@ -73,7 +76,7 @@ class _Geometry:
         """u with stride - 1 zeros between its positions, padded so that its windows lie over x's positions."""
         if any(s > 1 for s in self.stride):
             wide = u.new_zeros(*u.shape[:2], *((o - 1) * s + 1 for o, s in zip(u.shape[2:], self.stride, strict=True)))
-            wide[(..., *(slice(None, None, s) for s in self.stride))] = u
+            wide[self._strided] = u
             u = wide
         pads = []
         for i in reversed(range(self.n)):

@@ -33,7 +33,7 @@ EXCLUSIVE = (("training.epochs", "training.steps"), ("budget.epsilon", "budget.n
 
 
 def load(file: Path | None = None, *, preset: str | None = None, changes: Iterable[str] = ()) -> Config:
-    """A checked config out of a preset, a YAML file and `section.key=value` changes; or ConfigError with all mistakes."""
+    """A checked config out of a preset, a YAML file and `section.key=value` changes. ConfigError lists all mistakes."""
     mistakes = Mistakes()
     given: dict[str, Any] = {}  # dotted key -> what the user wrote
     if preset is None and file is None:

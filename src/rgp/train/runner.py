@@ -204,7 +204,7 @@ class Session:
         run.save(self.folder.path)
         if not run.finished:
             progress.stop()
-            self.write_summary(run)
+            self.folder.write_json(self.folder.summary, self.summarize(run))
             assert signals.number is not None
             raise Interrupted(self.folder.path, run.step_index, run.settings.steps, signals.number)
 
@@ -231,10 +231,10 @@ class Session:
 
     # ------------------------------------------------------------------ the end
 
-    def write_summary(self, run: Run) -> dict[str, Any]:
+    def summarize(self, run: Run) -> dict[str, Any]:
         earlier = self.folder.read_json(self.folder.summary) if self.folder.summary.exists() else {}
         peaks = [peak for peak in (self.peak, earlier.get("peak_memory_bytes")) if peak is not None]
-        summary = card.summarize(
+        return card.summarize(
             self.config,
             self.parts,
             run,
@@ -243,16 +243,14 @@ class Session:
             step_seconds=self.before.steps + self.step_seconds,
             peak_memory_bytes=max(peaks, default=None),
         )
-        self.folder.write_json(self.folder.summary, summary)
-        return summary
 
     def finish(self, run: Run) -> dict[str, Any]:
-        """model/ with its card, then summary.json, then the report."""
+        """model/ with its card, then summary.json, which says that all is done, then the report."""
         if self.accuracy is None:
             self.evaluate(run, Seen(False), None, None)
-        summary = self.write_summary(run)
-        made = card.make_card(self.config, self.parts, run, summary)
-        publish(self.folder, self.config, self.parts, made)
+        summary = self.summarize(run)
+        publish(self.folder, self.config, self.parts, card.make_card(self.config, self.parts, run, summary))
+        self.folder.write_json(self.folder.summary, summary)
         write_report([self.folder.path], self.folder.report, self.progress.say)
         return summary
 
