@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint torture bench clean
+.PHONY: setup demo test lint torture gpu-check clean
 
 setup: $(VENV)/.ready
 
@@ -23,6 +23,13 @@ lint: setup
 
 test: lint
 	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+
+torture: setup  # kill a training process at 50 random moments
+	$(BIN)/python tests/torture/kill.py --kills 50
+
+gpu-check: setup  # for the owner of a GPU; writes a note into benchmarks/
+	$(BIN)/pip install --quiet --constraint constraints.txt '.[bench]'
+	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

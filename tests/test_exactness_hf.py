@@ -190,9 +190,9 @@ def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
 
-def run(family: Family, method: Any, **options: Any) -> rgp.Plan:
-    options = {"microbatch_size": 3, "family": family.name, **options}
-    return check_exact(family.model(), family.data(), family.losses, method=method, **options)
+def run(which: Family, method: Any, **options: Any) -> rgp.Plan:
+    options = {"microbatch_size": 3, "family": which.name, **options}
+    return check_exact(which.model(), which.data(), which.losses, method=method, **options)
 
 
 # -------- every family

@@ -73,9 +73,11 @@ METHODS = {
 }
 
 
-@pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
-def method(request):
-    return request.param
+@pytest.fixture(params=[*METHODS, "carried, deferred head", "exact, deferred"])
+def method(request, monkeypatch):
+    if "deferred" in request.param:
+        monkeypatch.setattr("rgp.slots.LARGEST_DENSE", 0)
+    return METHODS[request.param.split(",")[0]]
 
 
 class Calls(nn.Module):
@@ -99,7 +101,7 @@ def matrix(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("lead", [(), (4,), (3, 4)], ids=["2-d", "3-d", "4-d"])
-def test_linear_on_inputs_of_two_three_and_four_dimensions(lead, method, storage):
+def test_linear_on_inputs_of_two_three_and_four_dimensions(lead, method):
     check(nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 10)), *lead, 9, method=method, family="Linear")
 
 
@@ -132,7 +134,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", [w for w in WAYS if "computed bias" not in w])
-def test_ways_to_multiply_by_a_weight(way, method, storage):
+def test_ways_to_multiply_by_a_weight(way, method):
     model = Calls(WAYS[way], W=matrix(8, 8), b=matrix(8), lin=nn.Linear(8, 8))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*never used")
@@ -206,7 +208,7 @@ def mlp(*, inplace: bool = False) -> nn.Sequential:
     return nn.Sequential(nn.Linear(9, 16), nn.ReLU(inplace), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3))
 
 
-def test_mlp(method, storage):
+def test_mlp(method):
     check(mlp(), 9, method=method, family="MLP", steps=2)
 
 
@@ -238,7 +240,7 @@ def test_in_place_activations_after_every_kind_of_layer(name):
     check(nn.Sequential(nn.Tanh(), layer, nn.LeakyReLU(0.3, inplace=True)), *shape)
 
 
-def test_a_layer_used_twice(method, storage):
+def test_a_layer_used_twice(method):
     layer = nn.Linear(8, 8)
     check(
         nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(8, 3)),
@@ -250,7 +252,7 @@ def test_a_layer_used_twice(method, storage):
 
 
 @pytest.mark.parametrize("kind", ["conv", "norm", "embedding"])
-def test_other_layers_used_twice(kind, method, storage):
+def test_other_layers_used_twice(kind, method):
     if kind == "conv":
         layer = nn.Conv2d(4, 4, 3, padding=1)
         check(nn.Sequential(layer, nn.Tanh(), layer), 4, 5, 5, method=method, family="layer used twice")
@@ -344,7 +346,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_activation_checkpointing(reentrant, method, storage):
+def test_activation_checkpointing(reentrant, method):
     model = Checkpointed(reentrant)
 
     def losses(model, batch):
@@ -577,7 +579,7 @@ def attention_inputs(count: int = EXAMPLES) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_transformer_encoder_layer(norm_first, training, method, storage):
+def test_transformer_encoder_layer(norm_first, training, method):
     layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True, norm_first=norm_first).train(training)
 
     def losses(model, batch):
@@ -623,6 +625,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.parametrize("method", [CARRIED, METHODS["left"], EXACT], ids=["carried", "left", "exact"])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("case", ATTENTION)
 def test_multihead_attention(case, need_weights, method):

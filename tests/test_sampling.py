@@ -126,7 +126,7 @@ def _smoothed_binomial(n: int, q: float):
 
 def test_the_sampler_of_a_run_is_this_sampler():
     """Through privatize, seen in what the loop gets: indices are the data."""
-    size, steps = 40, 600
+    size, steps = 40, 400
     model = nn.Linear(1, 1)
     data = [torch.tensor([float(i)]) for i in range(size)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

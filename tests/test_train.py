@@ -179,7 +179,7 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_model(tmp_path, monkeypatch):
     assert f"rgp train --resume --out {tmp_path / 'cut'}" in stopped.stderr and "step 3 of 4" in stopped.stderr
     assert strict((tmp_path / "cut" / "summary.json").read_text())["finished"] is False
     assert not (tmp_path / "cut" / "model").exists()
-    assert strict(rgp("eval", tmp_path / "cut", "--json").stdout)["weights"] == "checkpoint-3"
+    assert strict(rgp("eval", tmp_path / "cut", "--json").stdout)["weights"].startswith("checkpoint-3")
 
     refused = rgp("train", "--preset", "digits-rgp", *sets, "--out", tmp_path / "cut")
     assert refused.exit_code == 2 and "--resume" in refused.stderr

@@ -3,6 +3,7 @@
 from rgp._version import __version__
 from rgp.accounting import Budget
 from rgp.checking import check
+from rgp.checkpoint import resume
 from rgp.engine import Run
 from rgp.errors import LedgerError, UnsupportedError, WrongUseError
 from rgp.fixing import fix
@@ -28,4 +29,5 @@ __all__ = [
     "fix",
     "make_plan",
     "privatize",
+    "resume",
 ]

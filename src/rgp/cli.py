@@ -243,7 +243,6 @@ if typer is not None:
         name="rgp",
         help="Private training of PyTorch models, and its accounting.",
         no_args_is_help=True,
-        add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
@@ -254,10 +253,10 @@ if typer is not None:
     app.command()(account)
     app.command()(calibrate)
 
-    from rgp.bench.command import register as _register_bench
+    from rgp.bench import command as _bench
+    from rgp.data import command as _data
+    from rgp.report import command as _report
+    from rgp.train import command as _train
 
-    _register_bench(app)
-
-    from rgp.train.command import register as _register_train
-
-    _register_train(app)
+    for _group_of_commands in (_train, _data, _report, _bench):
+        _group_of_commands.register(app)

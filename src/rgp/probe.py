@@ -54,7 +54,8 @@ def check_examples_apart(model: nn.Module, call: Call, m: int, names: Mapping[in
         raise UnsupportedError(
             f"the model was called with {several[0]} rows for {m} examples. Which rows belong to an example cannot be "
             "seen from that: torch.cat([x, x]) would be taken apart wrongly. Give the model a tensor with the examples "
-            "first, (m, k, ...), and flatten inside; or, if each example's rows are side by side, pass probe=False."
+            "first, (m, k, ...) or batch_first=True, and flatten inside; or, if each example's rows are side by side, "
+            "pass probe=False."
         )
     swapped = _swap(call, m)
     if swapped is None:

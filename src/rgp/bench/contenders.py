@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from rgp.bench.settings import WARM_UP_STEPS, Settings
+from rgp.bench.settings import Settings
 from rgp.bench.workloads import Workload
 
 CLIP = 1.0
@@ -140,7 +140,7 @@ class Engine(Contender):
 def rgp_method(rgp: Any, settings: Settings) -> Any:
     options: dict[str, Any] = {}
     if settings.source == "history":
-        options["warmup_steps"] = WARM_UP_STEPS  # all measured steps are past it, and hold W0
+        options["warmup_steps"] = 1  # all measured steps are past it, and hold W0
     return rgp.RGP(
         rank=settings.rank,
         sides=settings.sides,

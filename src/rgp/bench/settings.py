@@ -10,6 +10,7 @@ from pathlib import Path
 CONTENDERS = ("rgp", "plain", "bound", "opacus-ghost", "opacus-hooks", "dpsgd")
 MODELS = ("bert-base", "minilm", "toy")
 MODEL_PATTERN = re.compile(r"wrn\d+-\d+|stack:\d+|[\w.]+:\w+")
+LONG_WARM_UP = 8.0  # seconds after which one warm-up step is enough
 WARM_UP_STEPS = 2  # the first steps of a process are slower: caches of kernels and of the allocator fill
 
 

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -19,7 +20,7 @@ import torch
 
 from rgp.bench import contenders, workloads
 from rgp.bench.measure import MemoryMeter, seconds_of
-from rgp.bench.settings import WARM_UP_STEPS, Settings
+from rgp.bench.settings import LONG_WARM_UP, WARM_UP_STEPS, Settings
 
 
 def serve(name: str, settings: Settings, requests: TextIO) -> Iterator[dict[str, Any]]:
@@ -36,8 +37,11 @@ def serve(name: str, settings: Settings, requests: TextIO) -> Iterator[dict[str,
     workload.model.to(device)
     contender = contenders.build(name, settings, workload)
     meter.reset()  # building may need more for a moment than training ever does (a checkpoint's copy)
+    started = time.perf_counter()
     for _ in range(WARM_UP_STEPS):
         contender.step()
+        if time.perf_counter() - started > LONG_WARM_UP:
+            break
     yield {
         "trained_parameters": contender.trained_parameters(),
         "machine": {

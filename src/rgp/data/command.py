@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -46,7 +46,7 @@ def list_all(
     from rgp.data.spec import data_folder
 
     where = data_folder(to)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind, entries in (("images", IMAGES), ("text", TEXTS), ("weights", WEIGHTS)):
         for name, entry in entries.items():
             here = name == "digits" or (where / f"{name}.npz").exists() or (where / name).is_dir()

@@ -20,7 +20,6 @@ from rgp.data.labels import index_labels
 from rgp.data.spec import Data, DataError, DataSpec, listing
 from rgp.data.splits import hold_out
 
-_CHANNELS = (1, 3, 4)
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 _TEST_FOLDERS = ("test", "validation", "valid", "val")
 
@@ -233,10 +232,12 @@ def channels_first(x: np.ndarray, source: str) -> np.ndarray:
         return x
     if x.ndim == 3:
         return x[:, None]
-    if x.ndim == 4 and x.shape[-1] in _CHANNELS:
-        return x.transpose(0, 3, 1, 2)
-    if x.ndim == 4 and x.shape[1] in _CHANNELS:
-        return x
+    if x.ndim == 4:
+        for channels in ((1, 3), (4,)):  # in this order: (N, 1, 4, 4) is grey, not four channels
+            if x.shape[-1] in channels:
+                return x.transpose(0, 3, 1, 2)
+            if x.shape[1] in channels:
+                return x
     raise DataError(
         f"{source}: x has shape {x.shape}; it must be (N, height, width), (N, height, width, channels), "
         "(N, channels, height, width) with 1, 3 or 4 channels, or (N, features)."

@@ -35,6 +35,7 @@ def table(
     numbers: Sequence[int] | None = None,
     flagged: Sequence[int] = (),
 ) -> Html:
+    """The first column names the rows. On a phone each row becomes a block with the headers as labels."""
     numbers = range(1, len(headers)) if numbers is None else numbers
 
     def kind(i: int) -> str | None:
@@ -46,7 +47,7 @@ def table(
         tag(
             "tr",
             tag("th", row[0], class_="name", scope="row"),
-            *(tag("td", cell, class_=kind(i)) for i, cell in enumerate(row[1:], 1)),
+            *(tag("td", cell, class_=kind(i), data_label=headers[i]) for i, cell in enumerate(row[1:], 1)),
         )
         for row in rows
     ]

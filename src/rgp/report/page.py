@@ -68,7 +68,10 @@ def _tiles(run: Run) -> Html:
         accuracy_note = tag("span", "on held-out private rows: not covered", class_="flag")
     tiles = [
         _tile(
-            "Privacy spent, ε", words.epsilon_text(run.epsilon), f"at δ = {delta:g}" if delta else "not private", True
+            "Privacy spent, ε",
+            words.epsilon_text(run.epsilon),
+            f"at δ = {words.small(delta)}" if delta else "not private",
+            True,
         ),
         _tile("Accuracy", words.percent(run.number("accuracy")), accuracy_note),
         _tile("Time", words.seconds(run.number("wall_seconds")), f"{words.whole(run.number('steps'))} steps"),
@@ -103,12 +106,39 @@ def _problems(runs: Sequence[Run]) -> Html:
 
 def _over_steps(runs: Sequence[Run]) -> Html:
     """What may be published of the course of training."""
-    figures = [_chart("Privacy spent (ε) over steps", runs, "epsilon", _short, from_zero=True)]
+    spending = [Series(run.name, _from_nothing(run.curve("epsilon")), _colour(runs, run)) for run in runs]
+    figures = [line_chart("Privacy spent (ε) over steps", spending, y_format=_short, from_zero=True)]
     if all(run.publishable_accuracy for run in runs):
         figures.insert(0, _accuracy_chart(runs))
     if not any(figures):
         return Html("")
+    if figures[-1]:
+        figures.append(_how_spent(next((run for run in runs if run.epsilon is not None), runs[0])))
     return tag("section", tag("h2", "Step by step"), _legend(runs), tag("div", *figures, class_="two"))
+
+
+def _from_nothing(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Before the first step nothing has been released, and nothing spent."""
+    return [(0.0, 0.0), *points] if points else []
+
+
+def _how_spent(run: Run) -> Html:
+    batch, rows = run.number("batch_size"), run.number("training_rows")
+    drawn = f"about {words.whole(batch)} of {words.whole(rows)} rows" if batch and rows else "some of the rows"
+    return tag(
+        "div",
+        tag("h3", "How it is spent"),
+        tag(
+            "p",
+            f"Every step draws {drawn}, each by a toss of its own. It bounds what any one row can contribute, adds noise "
+            "to the sum, and writes a line in the run's ledger before the noisy sum is used.",
+        ),
+        tag(
+            "p",
+            "ε is computed from those lines and from nothing else. It grows with every step, fast at first and more "
+            "slowly later, and what was spent cannot be had back.",
+        ),
+    )
 
 
 def _private(runs: Sequence[Run]) -> Html:
@@ -231,7 +261,7 @@ def _comparison(runs: Sequence[Run]) -> Html:
                 method_name(run),
                 words.percent(run.number("accuracy")),
                 words.epsilon_text(run.epsilon),
-                f"{delta:.2g}" if delta and run.epsilon is not None else "–",
+                words.small(delta) if delta and run.epsilon is not None else "–",
                 words.seconds(run.number("wall_seconds")),
                 words.size(run.number("peak_memory_bytes")),
                 words.whole(run.number("noise_dimensions")) if run.epsilon is not None else "–",

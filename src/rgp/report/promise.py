@@ -29,22 +29,21 @@ def promise(run: Run) -> Html:
             ),
             class_="alert",
         )
-    parts: list[Any] = [
-        tag("h2", "What this run promises"),
-        tag("p", _ATTACKER),
-    ]
+    parts: list[Any] = [tag("h2", "What this run promises")]
     if run.meaning is not None:
-        parts.append(_meters(run))
+        parts += [tag("p", _ATTACKER), _meters(run)]
     parts.append(
         tag(
             "p",
-            tag("strong", f"In symbols: ε = {words.epsilon_text(spent)} at δ = {delta:g}. "),
+            tag("strong", f"In symbols: ε = {words.epsilon_text(spent)} at δ = {words.small(delta)}. "),
             "With that row or without it, no outcome of the training is more than e",
             tag("sup", "ε"),
             f" ≈ {words.factor(spent)} times as likely, except with probability δ, {words.odds(delta)}. "
             f"By a common rule of thumb ε up to 1 is strong, up to 10 moderate, and above that weak: this is ",
             tag("strong", words.strength(spent)),
-            ". The figures above follow from the whole record of the run and say more than ε alone.",
+            ". The figures above follow from the whole record of the run and say more than ε alone."
+            if run.meaning is not None
+            else ".",
             class_="symbols",
         )
     )
@@ -124,7 +123,8 @@ def promises(runs: Sequence[Run]) -> Html:
     rows = [
         (
             run.name,
-            f"{words.epsilon_text(run.epsilon)} at δ = {run.number('delta') or 0:.2g}",
+            words.epsilon_text(run.epsilon),
+            words.small(run.number("delta") or 1.0),
             words.ceiling(words.coin(run.meaning.mu)) if run.meaning else "–",
             words.ceiling(run.meaning.tpr_at_1_percent) if run.meaning else "–",
             words.ceiling(run.meaning.tpr_at_0_1_percent) if run.meaning else "–",
@@ -137,8 +137,8 @@ def promises(runs: Sequence[Run]) -> Html:
     if len(runs) > 1 and len({run.text("dataset") for run in runs}) == 1:
         together = tag(
             "p",
-            f"These are promises for each model alone. If all {len(runs)} private models are published, and they were "
-            f"trained on the same rows, what is promised is ε = {words.epsilon_text(total)} at δ = {deltas:.2g}.",
+            f"These are promises for each model alone. If all of these {len(runs)} models are published, and they were "
+            f"trained on the same rows, what is promised is ε = {words.epsilon_text(total)} at δ = {words.small(deltas)}.",
         )
     return tag(
         "section",
@@ -148,12 +148,13 @@ def promises(runs: Sequence[Run]) -> Html:
             (
                 "run",
                 "ε",
-                "guesses “used or not” right (a coin: 50%)",
-                "finds, wrong about 1 in 100 (luck: 1%)",
-                "finds, wrong about 1 in 1,000 (luck: 0.1%)",
+                "δ",
+                "guesses “used or not” right at most (a coin: 50%)",
+                "finds at most, wrong about 1 in 100 (luck: 1%)",
+                "finds at most, wrong about 1 in 1,000 (luck: 0.1%)",
             ),
             rows,
-            numbers=(2, 3, 4),
+            numbers=(1, 2, 3, 4, 5),
         ),
         tag("div", style="height:16px"),
         together,

@@ -26,6 +26,16 @@ def odds(value: float) -> str:
     return f"1 in {math.floor(count / unit + 1e-9) * unit:,}"
 
 
+def small(value: float) -> str:
+    """A small number as 10⁻⁵ or 7×10⁻⁵; two digits, rounded up."""
+    exponent = math.floor(math.log10(value) + 1e-12)
+    digits = math.ceil(value / 10**exponent * 10 - 1e-9) / 10
+    if digits == 10:
+        exponent, digits = exponent + 1, 1
+    power = "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if digits == 1 else f"{digits:g}×{power}"
+
+
 def factor(epsilon: float) -> str:
     """e^epsilon, rounded up."""
     value = math.exp(min(epsilon, 700))
