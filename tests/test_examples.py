@@ -1,5 +1,6 @@
 """Every example runs as it stands, in a process of its own."""
 
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,9 @@ NEEDS = {"huggingface": "transformers", "loop": "sklearn", "vision": "safetensor
 def test_example(path, tmp_path):
     if path.stem in NEEDS:
         pytest.importorskip(NEEDS[path.stem])
-    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the models are small, and other tests run beside
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, cwd=tmp_path, env=one_thread, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for accuracy in re.findall(r"held-out accuracy ([\d.]+)", done.stdout):
         assert float(accuracy) > 0.8, done.stdout  # it learns: the data are easy

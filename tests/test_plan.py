@@ -254,3 +254,12 @@ def test_a_plan_is_made_without_touching_the_model():
     before = [(id(p), p._version, p.requires_grad) for p in model.parameters()]
     rgp.make_plan(model, rgp.RGP(rank="auto"))
     assert [(id(p), p._version, p.requires_grad) for p in model.parameters()] == before
+
+
+def test_a_wide_pattern_that_asks_for_carriers_leaves_vectors_exact():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    plan = rgp.make_plan(model, rgp.RGP(rank=2, overrides={"2.*": "carried"}))
+    assert plan["2.weight"].treatment == "carried"
+    assert plan["2.bias"].treatment == "exact"
+    with pytest.raises(ValueError, match=r"'2\.bias'.*only matrices"):
+        rgp.make_plan(model, rgp.RGP(rank=2, overrides={"2.bias": "carried"}))

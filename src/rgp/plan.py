@@ -168,9 +168,9 @@ def _treat(entry: Entry, parameter: Tensor, method: Method, names: list[str]) ->
             )
     if treatment == "carried":
         if len(entry.shape) < 2:
-            if asked:
+            if asked and any(name in method.overrides for name in names):  # a wider pattern may well catch biases too
                 raise ValueError(f"{entry.name!r} has shape {entry.shape}: only matrices and kernels can be carried")
-            treatment = "exact"
+            treatment, rank = "exact", 0
         else:
             rank = rank or _rank(entry, parameter, method, names)
             if rank * (entry.p + entry.d) >= entry.size:

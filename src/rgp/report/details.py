@@ -9,7 +9,7 @@ from rgp.report import words
 from rgp.report.html import Html, join, table, tag
 from rgp.report.runs import Run, finite
 
-_METHODS = {"rgp": "RGP", "dpsgd": "DP-SGD", "nonprivate": "plain training"}
+_METHODS = {"rgp": "RGP", "dpsgd": "DP-SGD", "nonprivate": "no clipping, no noise"}
 
 
 def details(run: Run, *, heading: str = "h2") -> Html:

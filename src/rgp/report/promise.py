@@ -96,7 +96,8 @@ def _protected(run: Run) -> Html:
         tag(
             "p",
             f"One row: {count}, by itself, against everyone who sees the model. A person with one row is protected as "
-            "stated. A person with several rows is protected less: for k rows, ε is up to k times as large.",
+            "stated. A person with several rows is protected less: for k rows, ε is up to k times as large, "
+            "and δ grows by more than that.",
         ),
     )
 
