@@ -72,7 +72,7 @@ class Settings:
 
     def header(self) -> dict[str, Any]:
         """The ledger's first line: what the run is, and the worst charge a lost line can stand for."""
-        worst = min(range(self.steps), key=lambda t: self.sigmas[t] / self.rate(t))
+        worst, event = min(range(self.steps), key=lambda t: self.sigmas[t] / self.rate(t)), self.worst_event()
         return {
             "dataset_size": self.dataset_size,
             "steps": self.steps,
@@ -83,8 +83,8 @@ class Settings:
             "version": __version__,
             "worst": {
                 **self.charge(worst),
-                "q": max(self.rate(t) for t in range(self.steps)),
-                "sigma": min(self.sigmas),
+                "q": event.sampling_rate,
+                "sigma": event.noise_multiplier,
             },
         }
 
