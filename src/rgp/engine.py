@@ -110,6 +110,10 @@ class Run:
         self._forked: Any = None
         self._unproved = probe  # whether the model has yet to show that it keeps examples apart
         self._recorder: Recorder | None = None
+        self._indices: list[int] = []  # the examples of the micro-batch that waits for its loss
+        # for audits, which run this very engine: per-example gradients before clipping, releases before their use
+        self._inject: Callable[[Gradients, list[int]], None] | None = None
+        self._observe: Callable[[int, Tensor], None] | None = None
 
     # ------------------------------------------------------------------ the loop
 
@@ -136,7 +140,7 @@ class Run:
                 for i, part in enumerate(parts):
                     with kept_rng():
                         batch = next(loader)
-                    self._enter(len(part), last=i + 1 == len(parts), part=i)
+                    self._enter(part, last=i + 1 == len(parts), part=i)
                     yield batch
                     if token is not self._iterator:
                         raise WrongUseError("another loop over this run was started; this one cannot go on")
@@ -182,6 +186,8 @@ class Run:
             torch.autograd.backward(loss, weights)
             self._check_captured()
             self._watch.check()
+            if self._inject is not None:
+                self._inject(self._gradients, self._indices)
             self._gradients.clip_and_add(self.settings.clip(self.step_index))
         except BaseException:
             self._drop_partial()
@@ -348,6 +354,8 @@ class Run:
             self._started = False
             return
         self.bad_examples += clipped.bad_examples
+        if self._observe is not None:
+            self._observe(step, noisy)
         self._set_gradients(noisy)
         self._stepping = True
         try:
@@ -427,7 +435,9 @@ class Run:
 
     # ------------------------------------------------------------------ capture on and off
 
-    def _enter(self, m: int, *, last: bool, part: int) -> None:
+    def _enter(self, indices: list[int], *, last: bool, part: int) -> None:
+        m = len(indices)
+        self._indices = indices
         self._gradients.begin(m)
         self._waiting, self._last = m, last
         if self._unproved and m > 1:
