@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import rgp
 from rgp import slots as slots_module
 from rgp.clipping import Gradients, clip_factors, squared_norms
+from rgp.clips import Bound
 from rgp.norms import EmbeddingUse
 from rgp.plan import Entry
 from rgp.slots import CarriedSlot, DeferredSlot, DenseSlot
@@ -83,17 +84,30 @@ class Bench:
         self.which = which
         self.slots = [getattr(self, name) for name in SLOTS if name in which]
 
-    def sum(self, examples: list[tuple[np.ndarray, np.ndarray]], clip: float, micro: int) -> Tensor:
-        gradients = Gradients(self.slots, dtype=self.dtype, device=torch.device("cpu"))
-        gradients.begin_batch()
+    def bound(self, rule: str, clip: float) -> Bound:
+        if rule == "groups":
+            return Bound(tuple(clip * (k + 1) for k in range(len(self.slots))))
+        return {
+            "flat": Bound((clip,)),
+            "auto": Bound((clip,), gamma=0.01),
+            "count": Bound((clip,), count_weight=0.7 * clip),
+        }[rule]
+
+    def sum(self, examples: list, clip: float | Bound, micro: int) -> Tensor:
+        bound = clip if isinstance(clip, Bound) else Bound((clip,))
+        groups = [self.slots] if len(bound.norms) == 1 else [[slot] for slot in self.slots]
+        gradients = Gradients(groups, dtype=self.dtype, device=torch.device("cpu"))
+        gradients.begin_batch(bound)
         for start in range(0, len(examples), micro):
             part = examples[start : start + micro]
             gradients.begin(len(part))
             with np.errstate(over="ignore"):
                 left, right = (torch.from_numpy(np.stack(x)).to(self.dtype) for x in zip(*part, strict=True))
             self.feed(left, right)
-            gradients.clip_and_add(clip)
-        return gradients.take(clip).total.double()
+            gradients.clip_and_add()
+        found = gradients.take()
+        assert found.sensitivity == bound.sensitivity
+        return found.total.double()
 
     def feed(self, left: Tensor, right: Tensor) -> None:
         m, T, _ = left.shape
@@ -124,23 +138,25 @@ class Bench:
     scale=st.sampled_from([1.0, 0.01, 7.0]),
     T=st.sampled_from([1, 2, 3, 33]),
     micro=st.integers(1, 4),
+    rule=st.sampled_from(["flat", "auto", "count", "groups"]),
 )
-@example(0, {"deferred"}, ["cancelling"], 1.0, "paper", "float32", 1.0, 33, 1)
-@example(0, {"deferred"}, ["cancelling", "same"], 1.0, "paper", "float32", 1.0, 3, 2)
-@example(0, {"embedding"}, ["cancelling", "same"], 1.0, "paper", "float32", 1.0, 3, 2)
-@example(0, {"tied"}, ["plain", "same"], 1.0, "paper", "float32", 1.0, 3, 2)
-@example(0, {"deferred"}, ["lopsided"], 1e-3, "paper", "float32", 1.0, 2, 1)
-@example(0, {"dense"}, ["many_tiny"], 1e-3, "intrinsic", "float32", 1.0, 1, 1)
-def test_one_example_moves_the_sum_by_at_most_C(seed, which, kinds, clip, norm, dtype, scale, T, micro):
+@example(0, {"deferred"}, ["cancelling"], 1.0, "paper", "float32", 1.0, 33, 1, "flat")
+@example(0, {"deferred"}, ["cancelling", "same"], 1.0, "paper", "float32", 1.0, 3, 2, "flat")
+@example(0, {"embedding"}, ["cancelling", "same"], 1.0, "paper", "float32", 1.0, 3, 2, "flat")
+@example(0, {"tied"}, ["plain", "same"], 1.0, "paper", "float32", 1.0, 3, 2, "flat")
+@example(0, {"deferred"}, ["lopsided"], 1e-3, "paper", "float32", 1.0, 2, 1, "flat")
+@example(0, {"dense"}, ["many_tiny"], 1e-3, "intrinsic", "float32", 1.0, 1, 1, "flat")
+def test_one_example_moves_the_sum_by_at_most_C(seed, which, kinds, clip, norm, dtype, scale, T, micro, rule):
     kinds = kinds[:2] if dtype == "float32" else kinds  # the sum's own rounding grows with the examples in it
     rng = np.random.default_rng(seed)
     bench = Bench(seed, which, norm=norm, dtype=DTYPES[dtype], scale=scale, T=T)
     examples = [factors(kind, rng, T, bench.p, bench.d) for kind in kinds]
-    whole = bench.sum(examples, clip, micro)
+    bound = bench.bound(rule, clip)
+    whole = bench.sum(examples, bound, micro)
     assert whole.isfinite().all()
     for i in range(len(kinds)):
-        without = bench.sum(examples[:i] + examples[i + 1 :], clip, micro)
-        assert float((whole - without).norm()) <= clip * (1 + TOLERANCE), kinds[i]
+        without = bench.sum(examples[:i] + examples[i + 1 :], bound, micro)
+        assert float((whole - without).norm()) <= bound.sensitivity * (1 + TOLERANCE), kinds[i]
 
 
 def released_sum(model: nn.Module, data: list, method: rgp.Method, *, clip: float, **options) -> Tensor:
@@ -222,11 +238,12 @@ def test_a_bad_example_contributes_exactly_zero_and_is_counted(which, value):
     bench = Bench(0, {which}, norm="intrinsic", dtype=torch.float32, scale=1.0, T=3)
     good, bad = (factors("plain", rng, 3, bench.p, bench.d) for _ in range(2))
     bad[0][0, 0] = value
-    gradients = Gradients(bench.slots, dtype=torch.float32, device=torch.device("cpu"))
+    gradients = Gradients([bench.slots], dtype=torch.float32, device=torch.device("cpu"))
+    gradients.begin_batch(Bound((1.0,)))
     gradients.begin(2)
     bench.feed(*(torch.from_numpy(np.stack(x)).float() for x in zip(good, bad, strict=True)))
-    gradients.clip_and_add(1.0)
-    found = gradients.take(1.0)
+    gradients.clip_and_add()
+    found = gradients.take()
     assert (found.examples, found.bad_examples) == (2, 1)
     torch.testing.assert_close(found.total.double(), bench.sum([good], 1.0, 1), rtol=1e-6, atol=1e-7)
 
@@ -245,15 +262,16 @@ def test_small_gradients_are_summed_as_they_are():
 
 def test_a_slot_that_was_not_used_holds_nothing_from_before():
     bench = Bench(0, {"dense", "carried"}, norm="paper", dtype=torch.float64, scale=1.0, T=1)
-    gradients = Gradients(bench.slots, dtype=torch.float64, device=torch.device("cpu"))
+    gradients = Gradients([bench.slots], dtype=torch.float64, device=torch.device("cpu"))
+    gradients.begin_batch(Bound((1.0,)))
     gradients.begin(2)
     bench.feed(torch.ones(2, 1, bench.p).double(), torch.ones(2, 1, bench.d).double())
-    gradients.clip_and_add(1.0)
-    gradients.begin_batch()
+    gradients.clip_and_add()
+    gradients.begin_batch(Bound((100.0,)))
     gradients.begin(2)
     bench.dense.add_dense(torch.ones(2, bench.p).double())
-    gradients.clip_and_add(100.0)
-    total = gradients.take(100.0).total
+    gradients.clip_and_add()
+    total = gradients.take().total
     assert not total[gradients.where["w"]].any()
     assert torch.equal(total[gradients.where["b"]], torch.full((bench.p,), 2.0).double())
 

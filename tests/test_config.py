@@ -104,7 +104,7 @@ def test_all_mistakes_at_once_each_with_key_value_and_what_is_allowed():
         (["data.name=sst2"], "model.name = small-cnn: sst2 holds texts; the model must be a Hugging Face model"),
         (["data.name=cifar1O"], "data.name = cifar1O: did you mean cifar10?"),
         (["model.width=20"], "model.width = 20: must be a multiple of 8"),
-        (["model.name=wrn-16-4"], "model.width = 32: is for small-cnn and mlp"),
+        (["model.name=wrn-16-4"], "model.width = 32: is for small-cnn, tiny-cnn and mlp"),
         (["run.device=gpu"], "run.device = gpu: must be auto, cpu, cuda"),
         (["run.secure_noise=maybe"], "run.secure_noise = maybe: must be true or false"),
         (["budget.delta=.nan"], "budget.delta = nan: must be a number above 0 and below 1, or null"),

@@ -178,31 +178,58 @@ def test_image_folders(tmp_path):
 ROWS = [(f"film number {i} was {'good' if i % 2 else 'bad, awful'}", "pos" if i % 2 else "neg") for i in range(20)]
 
 
-def test_tables_of_every_kind_give_the_same_rows(tmp_path):
-    write_csv(tmp_path / "a.csv", ("text", "label"), ROWS)
-    (tmp_path / "a.tsv").write_text("".join("\t".join(row) + "\n" for row in [("text", "label"), *ROWS]))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in ROWS))
-    seen = []
-    for ending in ("csv", "tsv", "jsonl"):
-        data = load(text_spec(tmp_path / f"a.{ending}"))
-        assert data.kind == "text" and data.classes == 2 and data.label_names == ("neg", "pos")
-        seen.append([(row["input_ids"].tolist(), int(row["labels"])) for row in data.train])
-    assert seen[0] == seen[1] == seen[2] and len(seen[0]) == 16
+def write_parquet(path, header, rows):
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rgp[data]'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table(dict(zip(header, zip(*rows, strict=True), strict=True))), path)
 
 
-def test_parquet_or_what_to_install(tmp_path):
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        (tmp_path / "a.parquet").write_bytes(b"PAR1")
+def write_jsonl(path, header, rows):
+    path.write_text("".join(json.dumps(dict(zip(header, row, strict=True))) + "\n" for row in rows))
+
+
+def write_tsv(path, header, rows):
+    path.write_text("".join("\t".join(row) + "\n" for row in [header, *rows]))
+
+
+WRITERS = {"csv": write_csv, "tsv": write_tsv, "jsonl": write_jsonl, "parquet": write_parquet}
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_tables_of_every_kind_give_the_same_rows(tmp_path, ending):
+    path = tmp_path / f"a.{ending}"
+    WRITERS[ending](path, ("text", "label"), ROWS)
+    data = load(text_spec(path))
+    assert data.kind == "text" and data.classes == 2 and data.label_names == ("neg", "pos")
+    train, test = hold_out(20, 0.2, 0, "")
+    for rows, part in ((data.train, train), (data.test, test)):
+        expected = [(Words()([ROWS[i][0]], truncation=True, max_length=128)["input_ids"][0], ROWS[i][1]) for i in part]
+        assert [(row["input_ids"].tolist(), ("neg", "pos")[row["labels"]]) for row in rows] == expected
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_folders_of_tables_have_a_published_test_split(tmp_path, ending):
+    for split, rows in (("train", ROWS), ("validation", ROWS[:6])):
+        WRITERS[ending](tmp_path / f"{split}.{ending}", ("review", "stars"), rows)
+    data = load(text_spec(tmp_path, text="review", label="stars"))
+    assert data.published_test and (len(data.train), len(data.test)) == (20, 6)
+    with pytest.raises(
+        DataError, match=f"train.{ending} has no column 'text' or 'sentence'; its columns are review, stars"
+    ):
+        load(text_spec(tmp_path, label="stars"))
+
+
+def test_parquet_that_cannot_be_read(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1, or so it says")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow.parquet", None)
+        patch.setitem(sys.modules, "pandas", None)
         with pytest.raises(DataError, match=r"a\.parquet.*pip install pyarrow"):
-            load(text_spec(tmp_path / "a.parquet"))
-    else:
-        parquet.write_table(
-            arrow.table({"text": [t for t, _ in ROWS], "label": [y for _, y in ROWS]}), tmp_path / "a.parquet"
-        )
-        assert len(load(text_spec(tmp_path / "a.parquet")).train) == 16
+            load(text_spec(path))
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rgp[data]'")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
+        load(text_spec(path))
 
 
 def test_batches_are_padded_to_their_longest(tmp_path):
@@ -520,7 +547,7 @@ def test_the_hub_comes_first_and_is_checked_too(hub, monkeypatch, tmp_path):
 
 
 def test_texts_come_from_the_hub_or_by_hand(hub, tmp_path):
-    with pytest.raises(DataError, match=r"(?s)cannot be reached.*Supply it yourself: sst2/train\.tsv"):
+    with pytest.raises(DataError, match=r"(?s)cannot be reached.*Supply it yourself, in .*: sst2/train\.tsv"):
         fetch.get("sst2", tmp_path)
     with pytest.raises(DataError, match=r"train_32x32\.mat and test_32x32\.mat"):
         fetch.get("svhn", tmp_path)

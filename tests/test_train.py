@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -83,6 +84,7 @@ def test_what_may_be_published_is_apart_from_what_may_not(finished):
         assert set(row) == {"step", "epsilon", "seconds", "step_seconds"}
     assert public[0]["epsilon"] <= public[1]["epsilon"] == pytest.approx(summary["epsilon"], rel=1e-3)
     assert {"accuracy", "training_loss", "bad_examples"} <= set(private[-1])
+    assert private[-1]["norm_median"] > 0 and 0 <= private[-1]["clip_fraction"] <= 1
     assert (out / "private.jsonl").stat().st_mode & 0o077 == 0
     names = {path.name for path in (out / "model").iterdir()}
     assert names == {"model.safetensors", "model.json", "privacy_card.md", "privacy_card.json"}
@@ -366,3 +368,48 @@ def test_progress_is_a_bar_on_a_terminal():
 
 def test_interrupted_says_how_to_go_on(tmp_path):
     assert "rgp train --resume --out runs/x" in str(Interrupted("runs/x", 1, 2, signal.SIGTERM))
+
+
+# ---------------------------------------------------------------------- TensorBoard
+
+
+def events(path):
+    """{name: {step: value}} of all event files in a folder; what a later writer purged is left out, as on the board."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(path))
+    board.Reload()
+    return {name: {e.step: e.value for e in board.Scalars(name)} for name in board.Tags()["scalars"]}
+
+
+def test_tensorboard_keeps_private_values_apart(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install 'rgp[tensorboard]'")
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(progress, "for_stream", lambda: InterruptAt(3))
+        assert rgp(*small(), "--out", out, "--tensorboard", "--diagnostics").exit_code == 130
+    resumed = rgp("train", "--resume", "--out", out, "--tensorboard", "--diagnostics", "--json")
+    assert resumed.exit_code == 0, resumed.output
+    public, private = events(out / "tensorboard"), events(out / "tensorboard-private")
+    assert set(public) == {"epsilon", "seconds", "step_seconds"}
+    assert {"accuracy", "training_loss", "bad_examples"} <= set(private) and not set(private) & set(public)
+    assert public["epsilon"][4] == pytest.approx(strict(resumed.stdout)["epsilon"], rel=1e-3)
+    assert private["accuracy"][4] == pytest.approx(strict(resumed.stdout)["accuracy"])
+    assert all(set(steps) == {2, 4} for steps in (public | private).values())
+    assert (out / "tensorboard-private").stat().st_mode & 0o077 == 0
+
+
+def test_tensorboard_forgets_steps_that_are_taken_again(tmp_path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install 'rgp[tensorboard]'")
+    for begin, rows in ((0, {2: 0.2, 4: 0.4, 6: 0.6}), (3, {4: 0.5})):  # the first process died after step 6
+        board = progress.Board(tmp_path, begin)
+        for step, epsilon in rows.items():
+            board.add({"step": step, "epsilon": epsilon, "seconds": None}, public=True)
+        board.close()
+    assert events(tmp_path / "tensorboard") == {"epsilon": pytest.approx({2: 0.2, 4: 0.5})}
+
+
+def test_tensorboard_that_is_missing_is_said_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    missing = rgp(*small(), "--out", tmp_path / "run", "--tensorboard")
+    assert missing.exit_code == 2 and "rgp[tensorboard]" in missing.stderr and not (tmp_path / "run").exists()

@@ -4,23 +4,40 @@ from rgp._version import __version__
 from rgp.accounting import Budget
 from rgp.checking import check
 from rgp.checkpoint import resume
+from rgp.clips import AdaptiveClip, AutoClip, GroupClip
 from rgp.engine import Run
 from rgp.errors import LedgerError, UnsupportedError, WrongUseError
 from rgp.fixing import fix
-from rgp.methods import DPSGD, RGP, BiTFiT, LinearProbe, NonPrivate, RGPRandom
+from rgp.methods import (
+    DPSGD,
+    RGP,
+    BiTFiT,
+    DPPowerSGD,
+    LinearProbe,
+    NonPrivate,
+    PowerSGD,
+    ResidualOff,
+    RGPRandom,
+)
 from rgp.plan import Plan, make_plan
 from rgp.privatize import privatize
 
 __all__ = [
     "DPSGD",
     "RGP",
+    "AdaptiveClip",
+    "AutoClip",
     "BiTFiT",
     "Budget",
+    "DPPowerSGD",
+    "GroupClip",
     "LedgerError",
     "LinearProbe",
     "NonPrivate",
     "Plan",
+    "PowerSGD",
     "RGPRandom",
+    "ResidualOff",
     "Run",
     "UnsupportedError",
     "WrongUseError",

@@ -39,7 +39,7 @@ class Capture(TorchFunctionMode):
     def __init__(self, slots: Mapping[int, Slot]) -> None:
         super().__init__()
         self._slots = slots  # id of a parameter -> its slot
-        self._derived: dict[int, tuple[Tensor, Slot, bool]] = {}  # transposes of parameters, made in this micro-batch
+        self._derived: dict[int, tuple[Tensor, Slot, bool]] = {}  # what stands for parameters in this micro-batch
         self.examples: int | None = None
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
@@ -64,7 +64,7 @@ class Capture(TorchFunctionMode):
         _, derived, transposed = self._derived.get(id(tensor), (None, None, False))
         return derived, transposed
 
-    def remember_transpose(self, tensor: Tensor, slot: Slot, transposed: bool) -> None:
+    def remember(self, tensor: Tensor, slot: Slot, transposed: bool) -> None:
         self._derived[id(tensor)] = (tensor, slot, transposed)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -110,7 +110,7 @@ def _captured(model, batch, loss_fn, method, m, loss_reduction):
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in slots)
     first = parameters[next(iter(slots))]
-    gradients = Gradients(list(slots.values()), dtype=first.dtype, device=first.device)
+    gradients = Gradients([list(slots.values())], dtype=first.dtype, device=first.device)
     gradients.begin(m)
     capture = Capture({id(parameters[name]): slot for name, slot in slots.items()})
     capture.begin(m)

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from rgp import methods
 from rgp._version import __version__
 from rgp.accounting import Budget
+from rgp.clips import CLIP_RULES
 from rgp.engine import Run, check_optimizer
 from rgp.ledger import Ledger, make_folder, sync_folder
 from rgp.methods import Method
@@ -121,12 +122,17 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
         "scheduler": None if run.scheduler is None else _scheduler_to_json(run.scheduler),
         "secure_noise": not isinstance(run._noise, PhiloxNoise),
         "replay": _replay_conditions(run.settings),
+        "adapted_clip": run._adapted,
+        "ema": None if run.ema is None else run.ema.decay,
+        "augments": run._augment is not None,
     }
     carriers: Tensors = {}
     for name, slot in run._slots.items():
         if isinstance(slot, CarriedSlot) and slot.R.numel():
             carriers |= {f"{name}.L": slot.Lt, f"{name}.R": slot.R}
-    return {"model": weights, "optimizer": optimizer, "carriers": carriers}, state
+    ema = {} if run.ema is None else run.ema.state
+    power = {} if run._power is None else run._power.state
+    return {"model": weights, "optimizer": optimizer, "carriers": carriers, "ema": ema, "power": power}, state
 
 
 def _save_secret(run: Run, path: Path, *, keep: str | None, name: str) -> None:
@@ -153,7 +159,9 @@ def resume(
     microbatch_size: int | None = None,
     workers: int = 0,
     pin_memory: bool = False,
+    lengths: Any = None,
     public_loss: Callable[[], Tensor] | None = None,
+    augment: Callable[[Any], Any] | None = None,
     method: Method | None = None,
     batch_size: int | Callable[[int], int] | None = None,
     probe: bool = True,
@@ -163,6 +171,7 @@ def resume(
     model, optimizer, dataset, scheduler: made as for the first start; their state is overwritten.
     microbatch_size: as saved by default. With another one, or another number of threads, steps that are on record after
         the checkpoint cannot be computed again to the bit: they are drawn afresh and charged again.
+    lengths: as for the first start; micro-batches are cut by it, so another choice has the same effect.
     method, batch_size: need not be given; if they are, they must be the saved run's.
 
     >>> import tempfile, torch, rgp
@@ -194,6 +203,8 @@ def resume(
     check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
     if (getattr(method, "source", None) == "public") != (public_loss is not None):
         raise ValueError("the run finds its carriers with a public loss (source='public'): give public_loss, as before")
+    if state["augments"] != (augment is not None):
+        raise ValueError(f"the run was made {'with' if state['augments'] else 'without'} augment=: give the same")
     if microbatch_size is not None:
         settings = replace(settings, microbatch_size=microbatch_size)
 
@@ -222,13 +233,16 @@ def resume(
             collate_fn=collate_fn,
             workers=workers,
             pin_memory=pin_memory,
+            lengths=lengths,
             public_loss=public_loss,
+            augment=augment,
+            ema=state["ema"],
             probe=probe,
         )
     except BaseException:
         ledger.close()
         raise
-    run.step_index = state["step"]
+    run.step_index, run._adapted = state["step"], state["adapted_clip"]
     same = secret is not None and state["replay"] == _replay_conditions(settings)
     run._replay_from = state["ledger"]["count"] if same else ledger.count
     run.bad_examples, run._never_used = private["bad_examples"], set(private["never_used"])
@@ -240,6 +254,9 @@ def resume(
         slot = run._slots[key]
         assert isinstance(slot, CarriedSlot)
         slot.set_carriers(pair[0].to(device), pair[1].to(device), slot.sides)
+    for kept, name_of in ((run.ema, "ema"), (run._power, "power")):
+        if kept is not None:
+            kept.state = {k: t.to(device) for k, t in _read_tensors(here / f"{name_of}.safetensors").items()}
     if secret is None and not run.finished:
         warnings.warn(
             f"{folder / SECRET} is missing, so the random streams start anew: nothing can be repeated, and the "
@@ -319,11 +336,13 @@ def _replay_conditions(settings: Settings) -> dict[str, int]:
 def _settings_to_json(settings: Settings) -> dict[str, Any]:
     """Schedules as [value, how many steps] pairs."""
     found = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    rule = settings.clip_rule
     return {
         **{
             k: [[v, len(list(same))] for v, same in groupby(x)] if isinstance(x, tuple) else x for k, x in found.items()
         },
         "budget": settings.budget and asdict(settings.budget),
+        "clip_rule": rule and {type(rule).__name__: {f.name: getattr(rule, f.name) for f in fields(rule)}},
     }
 
 
@@ -332,7 +351,10 @@ def _settings_from_json(saved: Mapping[str, Any]) -> Settings:
         return tuple(v for v, n in value for _ in range(n)) if isinstance(value, list) else value
 
     found: dict[str, Any] = {k: steps(v) for k, v in saved.items()}
-    return Settings(**{**found, "budget": found["budget"] and Budget(**found["budget"])})
+    rule = None
+    for kind, content in (found["clip_rule"] or {}).items():
+        rule = CLIP_RULES[kind](**content)
+    return Settings(**{**found, "budget": found["budget"] and Budget(**found["budget"]), "clip_rule": rule})
 
 
 def _method_to_json(method: Method) -> dict[str, Any]:

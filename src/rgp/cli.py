@@ -253,10 +253,14 @@ if typer is not None:
     app.command()(account)
     app.command()(calibrate)
 
+    from rgp.analysis import command as _analysis
+    from rgp.attacks import command as _attack
+    from rgp.audit import command as _audit
     from rgp.bench import command as _bench
     from rgp.data import command as _data
+    from rgp.planning import command as _plan
     from rgp.report import command as _report
     from rgp.train import command as _train
 
-    for _group_of_commands in (_train, _data, _report, _bench):
+    for _group_of_commands in (_train, _data, _report, _bench, _analysis, _attack, _audit, _plan):
         _group_of_commands.register(app)

@@ -1,4 +1,4 @@
-"""Clipping: one norm per example over everything trainable; clip; sum. The sum knows its own sensitivity.
+"""Clipping: one norm per example over everything trainable (or one per group); clip; sum. The sum knows its sensitivity.
 
 Formal guarantees (tests/test_clipping.py):
 - adding or removing one example changes the sum by at most `sensitivity` in L2 norm, up to rounding: the norm is taken
@@ -8,11 +8,13 @@ Formal guarantees (tests/test_clipping.py):
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rgp.clips import Bound
 from rgp.slots import DeferredSlot, Slot
 
 BLOCK = 256  # columns summed in the buffer's own precision; sums of blocks are float64
@@ -29,37 +31,53 @@ class ClippedSum:
     bad_examples: int
 
 
+class _Group:
+    """Slots that share a clip norm, and their columns of the buffer (whole blocks)."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = list(slots)
+        self.columns = slice(0, 0)
+
+
 class Gradients:
     """The per-example gradients of a micro-batch in one (m, D) buffer, and the clipped sum of the logical batch.
 
-    Columns of the sum: those of the buffer, slot by slot, then the deferred slots.
+    Columns of the sum: those of the buffer, slot by slot and group by group, then the deferred slots, then the count of
+    examples that were not clipped, where the bound wants one.
     """
 
-    def __init__(self, slots: list[Slot], *, dtype: torch.dtype, device: torch.device) -> None:
-        self._slots = slots
+    def __init__(self, groups: Sequence[Sequence[Slot]], *, dtype: torch.dtype, device: torch.device) -> None:
+        self._groups = [_Group(slots) for slots in groups]
+        self._slots = [slot for group in self._groups for slot in group.slots]
         self._dtype, self._device = dtype, device
         self._buffer = torch.empty(0, dtype=dtype, device=device)
-        self.begin_batch()
+        self.norms = torch.empty(0)  # of the last micro-batch, before clipping; private
+        self.begin_batch(Bound(None))
 
     @property
     def nbytes(self) -> int:
         return self._buffer.numel() * self._buffer.element_size()
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, bound: Bound) -> None:
         """Start a logical batch: lay out the columns anew (sides may have changed) and forget any partial sum."""
+        self._bound = bound
         self.where: dict[str, slice] = {}
+        self._padding: list[slice] = []  # columns that fill a group's last block; they stay zero
         start = 0
-        for slot in self._slots:
-            self.where[slot.entry.name] = slice(start, start + slot.width)
-            start += slot.width
-        self._used_columns = start
-        self._columns = -(-start // BLOCK) * BLOCK  # whole blocks; the columns past the slots stay zero
-        start = self._columns
+        for group in self._groups:
+            first = start
+            for slot in group.slots:
+                self.where[slot.entry.name] = slice(start, start + slot.width)
+                start += slot.width
+            used, start = start, first + -(-(start - first) // BLOCK) * BLOCK
+            group.columns = slice(first, start)
+            self._padding.append(slice(used, start))
+        self._columns = start
         for slot in self._slots:
             if isinstance(slot, DeferredSlot):
                 self.where[slot.entry.name] = slice(start, start + slot.entry.size)
                 start += slot.entry.size
-        self._size = start
+        self._size = start + (1 if bound.count_weight else 0)
         self._total: Tensor | None = None
         self._examples = self._bad = 0
 
@@ -68,65 +86,106 @@ class Gradients:
         if self._buffer.numel() < m * self._columns:
             self._buffer = torch.empty(m * self._columns, dtype=self._dtype, device=self._device)
         self._rows = self._buffer[: m * self._columns].view(m, self._columns)
-        self._rows[:, self._used_columns :] = 0
+        for columns in self._padding:
+            self._rows[:, columns] = 0
         for slot in self._slots:
             columns = self.where[slot.entry.name] if not isinstance(slot, DeferredSlot) else slice(0, 0)
             slot.begin(self._rows[:, columns])
 
-    @torch.no_grad()
-    def clip_and_add(self, clip: float | None) -> None:
-        """End a micro-batch: min(1, clip / norm) times each example, added to the logical batch's sum."""
-        rows = self._rows
-        deferred = [slot for slot in self._slots if isinstance(slot, DeferredSlot) and slot.used]
+    def begin_view(self) -> None:
+        """Start another view of the same examples: its gradients are added to those that are there."""
         for slot in self._slots:
-            if not slot.used and not isinstance(slot, DeferredSlot):
+            slot.used = False
+
+    @torch.no_grad()
+    def clip_and_add(self) -> None:
+        """End a micro-batch: clip each example as the batch's bound says, and add it to the logical batch's sum."""
+        rows, total, bound = self._rows, self._sum(), self._bound
+        for slot in self._slots:
+            if not slot.filled and not isinstance(slot, DeferredSlot):
                 rows[:, self.where[slot.entry.name]] = 0  # not used in this micro-batch: no gradient, not a stale one
-        squares = squared_norms(rows)
+        measured = [self._measure(group) for group in self._groups]
+        finite = torch.stack([squares.isfinite() for squares, _, _ in measured]).all(0)
+        bad = ~finite
+        some_bad = bool(bad.any())
+        if some_bad:
+            rows[bad] = 0
+        norms = bound.norms or (None,) * len(measured)
+        for group, (squares, rest, magnitude), clip in zip(self._groups, measured, norms, strict=True):
+            deferred = [slot for slot in group.slots if isinstance(slot, DeferredSlot) and slot.filled]
+            if deferred:
+                self._add_deferred(deferred, squares, rest, magnitude, clip, bad)
+            factors = clip_factors(squares, clip, self._dtype, gamma=bound.gamma)
+            factors = torch.where(bad, torch.zeros_like(factors), factors) if some_bad else factors
+            total[group.columns].addmv_(rows[:, group.columns].T, factors)
+        squares = torch.stack([squares for squares, _, _ in measured]).sum(0)
+        self.norms = squares.sqrt()
+        if bound.count_weight:
+            assert bound.clip is not None
+            halves = (self.norms[finite] <= bound.clip).double() - 0.5
+            total[-1] += bound.count_weight * halves.sum()
+        self._examples += len(rows)
+        self._bad += int((~squares.isfinite()).sum())
+
+    def add_plain(self, gradients: Mapping[str, Tensor], m: int) -> None:
+        """Without clipping: add gradients that are sums over the m examples of a micro-batch already."""
+        assert self._bound.norms is None
+        total = self._sum()
+        for slot in self._slots:
+            if (gradient := gradients.get(slot.entry.name)) is not None:
+                total[self.where[slot.entry.name]].add_(gradient.flatten(), alpha=slot.entry.scale)
+                slot.used = slot.filled = True
+        self._examples += m
+
+    def _sum(self) -> Tensor:
         if self._total is None:
             self._total = torch.zeros(self._size, dtype=self._dtype, device=self._device)
-        if deferred:
-            squares = self._add_deferred(deferred, squares, clip)
-        finite = squares.isfinite()
-        factors = clip_factors(squares, clip, self._dtype)
-        if not bool(finite.all()):
-            rows[~finite] = 0
-        self._total[: self._columns].addmv_(rows.T, factors)
-        self._examples += len(rows)
-        self._bad += int((~finite).sum())
+        return self._total
 
-    def _add_deferred(self, deferred: list[DeferredSlot], squares: Tensor, clip: float | None) -> Tensor:
-        """Add the deferred slots' clipped sums, given the squared norms of the rest; returns those of everything."""
-        assert self._total is not None
-        rest, magnitude = squares, torch.zeros_like(squares)
-        for slot in deferred:
-            more, terms = slot.squared_norms()
-            squares, magnitude = squares + more, magnitude + terms
-        factors = clip_factors(squares, clip, self._dtype)
-        left_out = ~squares.isfinite()
+    def _measure(self, group: _Group) -> tuple[Tensor, Tensor, Tensor]:
+        """Squared norms of a group, those of its columns in the buffer alone, and the magnitude of its deferred terms."""
+        rest = squared_norms(self._rows[:, group.columns])
+        squares, magnitude = rest.clone(), torch.zeros_like(rest)
+        for slot in group.slots:
+            if isinstance(slot, DeferredSlot) and slot.filled:
+                more, terms = slot.squared_norms()
+                squares, magnitude = squares + more, magnitude + terms
+        return squares, rest, magnitude
+
+    def _add_deferred(
+        self,
+        deferred: list[DeferredSlot],
+        squares: Tensor,
+        rest: Tensor,
+        magnitude: Tensor,
+        clip: float | None,
+        bad: Tensor,
+    ) -> None:
+        """Add the clipped sums of a group's deferred slots. Corrects `squares` where terms cancel."""
+        total, gamma = self._sum(), self._bound.gamma
+        factors = clip_factors(squares, clip, self._dtype, gamma=gamma)
+        left_out = bad.clone()
         if clip is not None:
             # terms far above C that cancel would, while they are summed, round away what other examples gave
             cancelling = ~left_out & (factors.double() * magnitude > CANCELLING * clip)
             for i in cancelling.nonzero().flatten().tolist():
                 formed = [slot.gradient(i).to(self._dtype).flatten() * slot.entry.scale for slot in deferred]
                 squares[i] = rest[i] + torch.stack([g.double().square().sum() for g in formed]).sum()
-                factor = clip_factors(squares[i], clip, self._dtype)
+                factor = clip_factors(squares[i], clip, self._dtype, gamma=gamma)
                 for slot, gradient in zip(deferred, formed, strict=True):
                     if factor > 0:
-                        self._total[self.where[slot.entry.name]] += factor * gradient
+                        total[self.where[slot.entry.name]] += factor * gradient
             left_out |= cancelling
         for slot in deferred:
             if bool(left_out.any()):
                 slot.drop(left_out)
-            slot.add_weighted_sum(factors, self._total[self.where[slot.entry.name]])
-        return squares
+            slot.add_weighted_sum(factors, total[self.where[slot.entry.name]])
 
-    def take(self, sensitivity: float) -> ClippedSum:
+    def take(self) -> ClippedSum:
         """The logical batch's sum; zeros if it had no example."""
-        total = self._total
-        if total is None:
-            total = torch.zeros(self._size, dtype=self._dtype, device=self._device)
+        total = self._sum()
         self._total = None
-        return ClippedSum(total, sensitivity, self._examples, self._bad)
+        return ClippedSum(total, self._bound.sensitivity, self._examples, self._bad)
 
     def rows(self) -> Tensor:
         """The micro-batch's per-example gradients (m, D), before clipping; private."""
@@ -144,8 +203,16 @@ def squared_norms(rows: Tensor) -> Tensor:
     return squares
 
 
-def clip_factors(squares: Tensor, clip: float | None, dtype: torch.dtype = torch.float64) -> Tensor:
-    """min(1, clip / norm), less what rounding can add; 0 where the norm is not finite or too large for a factor."""
+def clip_factors(
+    squares: Tensor, clip: float | None, dtype: torch.dtype = torch.float64, *, gamma: float | None = None
+) -> Tensor:
+    """min(1, clip / norm), or clip / (norm + gamma), less what rounding can add; 0 where the norm is not finite or too
+    large for a factor."""
     norms, info = squares.sqrt(), torch.finfo(dtype)
-    factors = torch.ones_like(norms) if clip is None else (clip * (1 - 16 * info.eps) / norms).clamp_max(1.0)
+    if clip is None:
+        factors = torch.ones_like(norms)
+    elif gamma is not None:
+        factors = clip * (1 - 16 * info.eps) / (norms + gamma)
+    else:
+        factors = (clip * (1 - 16 * info.eps) / norms).clamp_max(1.0)
     return torch.where(squares.isfinite() & (factors >= info.tiny), factors, torch.zeros_like(factors)).to(dtype)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,24 @@ from rgp import accounting, rules
 from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.clipping import ClippedSum, Gradients
+from rgp.clips import AdaptiveClip, group_of
+from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
-from rgp.methods import RGP
+from rgp.methods import RGP, DPPowerSGD, ResidualOff
+from rgp.moved import Moves
 from rgp.noise import NoiseSource
+from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan
+from rgp.powersgd import PowerIteration
 from rgp.probe import Recorder, check_examples_apart
-from rgp.reconstruct import rebuild
-from rgp.sampling import Schedule, Seeded, cut, draw
+from rgp.reconstruct import noise_variance, rebuild
+from rgp.rules.derived import carry_back
+from rgp.sampling import Schedule, Seeded, check_lengths, cut, draw
 from rgp.settings import Settings
 from rgp.slots import CarriedSlot, Slot, make_slot
 from rgp.streams import Streams
-from rgp.torchstate import Watch, forked_rng, kept_rng, momentum_of, remove_mode
+from rgp.torchstate import Watch, forked_rng, kept_rng, momentum_of, remove_mode, seed_others
 
 
 class Run:
@@ -57,7 +64,10 @@ class Run:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
         pin_memory: bool = False,
+        lengths: Any = None,
         public_loss: Callable[[], Tensor] | None = None,
+        augment: Callable[[Any], Any] | None = None,
+        ema: float | None = None,
         probe: bool = True,
     ) -> None:
         rules.load()
@@ -66,16 +76,32 @@ class Run:
         self.scheduler = scheduler
         self._streams, self._noise = streams, noise
         self._loading = {"collate_fn": collate_fn, "num_workers": workers, "pin_memory": pin_memory}
-        self._public_loss = public_loss
+        self._lengths = check_lengths(lengths, settings.dataset_size)
+        self._public_loss, self._augment = public_loss, augment
 
         named = dict(model.named_parameters())
         self._parameters = {entry.name: named[entry.name] for entry in plan}
         intrinsic = getattr(plan.method, "norm", "intrinsic") == "intrinsic"
-        self._slots: dict[str, Slot] = {e.name: make_slot(e, intrinsic=intrinsic) for e in plan.trained}
+        self._slots: dict[str, Slot] = {
+            e.name: make_slot(e, intrinsic=intrinsic, views=settings.views) for e in plan.trained
+        }
         trained = [self._parameters[name] for name in self._slots]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
-        self._gradients = Gradients(list(self._slots.values()), dtype=dtype, device=trained[0].device)
-        self._capture = Capture({id(self._parameters[name]): slot for name, slot in self._slots.items()})
+        groups: dict[int, list[Slot]] = {}
+        for slot, group in zip(self._slots.values(), group_of(settings.clip_rule, list(self._slots)), strict=True):
+            groups.setdefault(group, []).append(slot)
+        self._gradients = Gradients([groups[k] for k in sorted(groups)], dtype=dtype, device=trained[0].device)
+        self._plain = not plan.method.private and not plan.method.carries  # no per-example gradients are needed
+        self._power: PowerIteration | None = None
+        if isinstance(plan.method, DPPowerSGD):
+            self._power = PowerIteration(plan.method.rank, error_feedback=plan.method.error_feedback)
+        self.ema = None if ema is None else WeightMean({n: self._parameters[n] for n in self._slots}, ema)
+        slot_of = {id(self._parameters[name]): slot for name, slot in self._slots.items()}
+        self._capture = Capture(slot_of)
+        if isinstance(optimizer, AdamCorrected):
+            optimizer.noise = lambda parameter: self._noise_variance(slot_of[id(parameter)])
+        self._noise_std = 0.0  # of this step's gradient, in the coordinates that are released
+        self._moves: Moves | None = None
         self._initial: dict[str, Tensor] = {}
         if getattr(plan.method, "source", None) == "history":
             self._initial = {
@@ -101,6 +127,10 @@ class Run:
         self._secret_file: Path | None = None  # where rgp.checkpoint keeps the secret of the streams
         self._watch = Watch(model)
         self._started = False  # whether carriers and layout of this step are in place
+        self._bound = settings.bound(0)  # how this step clips, and the noise that belongs to it
+        self._set_aside: dict[str, Tensor] = {}  # weights whose place something else has taken for a pass
+        self._adapted: float | None = None  # C, where it follows a released quantile; None before the first step
+        self._view = 0
         self._waiting: int | None = None  # examples of the micro-batch that waits for its loss
         self._last = False  # whether that micro-batch ends the logical batch
         self._iterator: object | None = None
@@ -137,11 +167,13 @@ class Run:
                     continue
                 if loader is None or discarded:
                     loader = self._loader()
-                for i, part in enumerate(parts):
-                    with kept_rng():
-                        batch = next(loader)
-                    self._enter(part, last=i + 1 == len(parts), part=i)
-                    yield batch
+                for i, part, view in self._passes(parts):
+                    if view == 0:
+                        with kept_rng():
+                            batch = next(loader)
+                    shown = batch if self._augment is None else self._augmented(batch, i, view)
+                    self._enter(part, last=i + 1 == len(parts), part=i, view=view)
+                    yield shown
                     if token is not self._iterator:
                         raise WrongUseError("another loop over this run was started; this one cannot go on")
                     if self._waiting is not None:
@@ -161,6 +193,16 @@ class Run:
                 self._leave()
                 self._drop_partial()
 
+    def _passes(self, parts: list[list[int]]) -> Iterator[tuple[int, list[int], int]]:
+        """(number of the micro-batch, its examples, view): what one logical batch is worked through in."""
+        return ((i, part, view) for i, part in enumerate(parts) for view in range(self.settings.views))
+
+    def _augmented(self, batch: Any, part: int, view: int) -> Any:
+        assert self._augment is not None
+        with kept_rng(), forked_rng(self._streams.torch_seed(self.step_index, part + 2**35 + (view << 36))):
+            seed_others(self._streams.torch_seed(self.step_index, part + 2**35 + (view << 36)))
+            return self._augment(batch)
+
     def step(self, loss: Tensor) -> bool:
         """Backward, clip, add up; at the end of a logical batch also noise, rebuild, `optimizer.step()` and zero.
 
@@ -173,7 +215,7 @@ class Run:
         if m is None:
             raise WrongUseError("run.step was called twice for one batch, or outside `for batch in run`")
         weights = self._loss_weights(loss, m)
-        last, step = self._last, self.step_index
+        last, step = self._last and self._view + 1 == self.settings.views, self.step_index
         self._failed = True
         try:
             self._probe(m)
@@ -184,11 +226,15 @@ class Run:
                 )
             self._capture.in_backward = True
             torch.autograd.backward(loss, weights)
+            if self._plain:
+                self._gradients.add_plain({n: g for n in self._slots if (g := self._parameters[n].grad) is not None}, m)
+                self._drop_gradients()
             self._check_captured()
             self._watch.check()
-            if self._inject is not None:
-                self._inject(self._gradients, self._indices)
-            self._gradients.clip_and_add(self.settings.clip(self.step_index))
+            if self._view + 1 == self.settings.views and not self._plain:
+                if self._inject is not None:
+                    self._inject(self._gradients, self._indices)
+                self._gradients.clip_and_add()
         except BaseException:
             self._drop_partial()
             raise
@@ -201,6 +247,22 @@ class Run:
             self._end_step()
         self._failed = False
         return self.step_index > step
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The running mean of the weights in their place, for evaluation; without `ema`, nothing changes."""
+        if self.ema is None:
+            yield
+        elif self._waiting is not None:
+            raise WrongUseError("run.averaged() was entered between a batch and its run.step(loss); step first")
+        else:
+            with self.ema.applied():
+                yield
+
+    @property
+    def clip_norm(self) -> float | None:
+        """C of the current (or last) step; None without clipping."""
+        return self.settings.bound(min(self.step_index, self.settings.steps - 1), self._adapted).clip
 
     @property
     def finished(self) -> bool:
@@ -253,6 +315,11 @@ class Run:
         return self._gradients.nbytes
 
     @property
+    def norms(self) -> Tensor | None:
+        """Each example's norm in the last micro-batch, before clipping: private, not covered by the guarantee."""
+        return self._gradients.norms
+
+    @property
     def never_used(self) -> tuple[str, ...]:
         """Trained parameters that no micro-batch has used so far: they received noise and nothing else."""
         return tuple(name for name in self._slots if name in self._never_used)
@@ -278,6 +345,8 @@ class Run:
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(self._required_grad[name])
             parameter.grad = None
+        if self._moves is not None:
+            self._moves.warn()
         if self._never_used and self.step_index:
             warnings.warn(
                 f"{len(self._never_used)} trained parameters were never used by the model and received noise only: "
@@ -316,7 +385,8 @@ class Run:
                 Lt, R = find_carriers(released, source=source, rank=rank, iterations=method.power_iterations, rng=rng)
                 for i, slot in enumerate(slots):
                     slot.set_carriers(Lt[i], R[i], method.sides_at(self.step_index))
-        self._gradients.begin_batch()
+        self._bound = self.settings.bound(self.step_index, self._adapted)
+        self._gradients.begin_batch(self._bound)
         self._started = True
 
     def _source(self) -> str:
@@ -347,7 +417,7 @@ class Run:
     def _end_step(self) -> None:
         """Noise, ledger, rebuild, optimizer: the release of one logical batch."""
         step = self.step_index
-        clipped = self._gradients.take(self.settings.sensitivity(step))
+        clipped = self._gradients.take()
         noisy = self._add_noise(clipped)
         if not self._record(noisy):
             self._discarded += 1
@@ -356,24 +426,42 @@ class Run:
         self.bad_examples += clipped.bad_examples
         if self._observe is not None:
             self._observe(step, noisy)
+        self._adapt(noisy)
         self._set_gradients(noisy)
+        if step == 0 and self._noise_std > 0:
+            self._moves = Moves({n: self._parameters[n] for n in self._slots}, self.optimizer, self.scheduler)
+        if self._moves is not None:
+            self._moves.before()
         self._stepping = True
         try:
             self.optimizer.step()
         finally:
             self._stepping = False
-            for parameter in self._parameters.values():
-                parameter.grad = None
+            self._drop_gradients()
+        if self._moves is not None:
+            self._moves.after()
         if self.scheduler is not None:
             self.scheduler.step()
         self.step_index += 1
         self._discarded = 0
         self._started = False
+        if self.ema is not None:
+            self.ema.update(self.step_index)
+
+    def _adapt(self, noisy: Tensor) -> None:
+        """C of the next step, where it follows a quantile: from the released count, the last entry of the release."""
+        rule, bound = self.settings.clip_rule, self._bound
+        if isinstance(rule, AdaptiveClip):
+            assert bound.clip is not None
+            count = noisy[-1].item() / bound.count_weight
+            self._adapted = rule.next(bound.clip, count, self.settings.batch_size(self.step_index))
 
     def _add_noise(self, clipped: ClippedSum) -> Tensor:
         sigma = self.settings.sigma(self.step_index)
+        self._noise_std = 0.0
         if sigma > 0:
             std = sigma * clipped.sensitivity
+            self._noise_std = std / self.settings.batch_size(self.step_index)
             self._noise.add(clipped.total, std=std, step=self.step_index, attempt=self._attempt)
         return clipped.total
 
@@ -393,7 +481,7 @@ class Run:
             step=step,
             attempt=self._attempt,
             digest=digest,
-            **self.settings.charge(step),
+            **self.settings.charge(step, self._bound),
         )
         return True
 
@@ -412,7 +500,19 @@ class Run:
                 part = rebuild(Lt, R, At, dR)
             elif entry.scale != 1:
                 part = part / entry.scale
-            parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+            part = part.view(parameter.shape)
+            if slot.derive is not None:
+                part = carry_back(parameter, slot.derive, part)
+            if self._power is not None and entry.kind not in ("head", "embedding", "token"):
+                part = self._power.approximate(name, part, lambda: self._streams.generator("carriers", self.step_index))
+            parameter.grad = part.to(parameter.dtype)
+
+    def _noise_variance(self, slot: Slot) -> Tensor | float:
+        """Of the noise in each entry of this step's gradient: what AdamCorrected asks for."""
+        if isinstance(slot, CarriedSlot):
+            shape = noise_variance(slot.Lt, slot.R, left=slot.needs_left, right=slot.needs_right)
+            return shape.reshape(slot.entry.shape) * self._noise_std**2
+        return (self._noise_std / slot.entry.scale) ** 2
 
     # ------------------------------------------------------------------ batches
 
@@ -421,7 +521,7 @@ class Run:
         attempt = self._attempt if step == self.step_index else self._attempts(step)[0]
         rate, cap = settings.rate(step), settings.max_batch
         indices = draw(self._streams, step, settings.dataset_size, rate, attempt=attempt, max_batch=cap)
-        return cut(indices, settings.microbatch_size)
+        return cut(indices, settings.microbatch_size, self._lengths)
 
     def _attempts(self, step: int) -> list[int]:
         """The draws to try for a step, in order: those on record that can be computed again, then one never used."""
@@ -435,22 +535,39 @@ class Run:
 
     # ------------------------------------------------------------------ capture on and off
 
-    def _enter(self, indices: list[int], *, last: bool, part: int) -> None:
+    def _enter(self, indices: list[int], *, last: bool, part: int, view: int) -> None:
         m = len(indices)
         self._indices = indices
-        self._gradients.begin(m)
-        self._waiting, self._last = m, last
-        if self._unproved and m > 1:
+        if view or self._plain:
+            self._gradients.begin_view()
+        else:
+            self._gradients.begin(m)
+        self._waiting, self._last, self._view = m, last, view
+        if self._unproved and m > 1 and not self._plain:
             self._recorder = Recorder(self.model)
-        self._forked = forked_rng(self._streams.torch_seed(self.step_index, part))
+        self._forked = forked_rng(self._streams.torch_seed(self.step_index, part + (view << 36)))
         self._forked.__enter__()
-        self._capture.begin(m)
+        if not self._plain:
+            self._capture.begin(m)
         self._capture.__enter__()
+        self._residual_off()
         self._watch.start()
+
+    @torch.no_grad()
+    def _residual_off(self) -> None:
+        """The paper's ablation: L R in the place of W, until the pass is over."""
+        if isinstance(self.plan.method, ResidualOff):
+            for name, (L, R) in self.carriers.items():
+                parameter = self._parameters[name]
+                self._set_aside[name] = parameter.data
+                parameter.data = (L @ R).view(parameter.shape)
 
     def _quiet(self) -> None:
         """Capture off; its guard against foreign backward passes stays until the loop goes on."""
         self._capture.end()
+        for name, weight in self._set_aside.items():
+            self._parameters[name].data = weight
+        self._set_aside.clear()
         if self._recorder is not None:
             self._recorder.remove()
             self._recorder = None
@@ -467,6 +584,9 @@ class Run:
         """Forget a logical batch that was not finished: nothing was released, the same draw is repeated."""
         self._waiting = None
         self._started = False
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -491,7 +611,7 @@ class Run:
             raise WrongUseError(
                 "the loss is not attached to the model: it was computed under no_grad, detached, or before this batch"
             )
-        return torch.full_like(loss, m if reduction == "mean" else 1)
+        return torch.full_like(loss, (m if reduction == "mean" else 1) / self.settings.views)
 
     def _probe(self, m: int) -> None:
         """Once per run: examples stay in their own rows (probe.py). A model that is not called as a whole is not probed."""

@@ -39,6 +39,7 @@ class Method:
 
     treatments: ClassVar[Mapping[str, Treatment]]
     carries: ClassVar[bool] = False
+    private: ClassVar[bool] = True  # whether it is for training with privacy; it may still be run without noise
 
     head_scale: float = 1.0
     overrides: Mapping[str, str | int] = field(default_factory=dict)
@@ -155,4 +156,39 @@ class BiTFiT(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class NonPrivate(DPSGD):
-    """Everything trained, nothing protected: for comparison. Runs with noise_multiplier=0 and clip=None only."""
+    """Everything trained, nothing protected: for comparison. Runs with noise_multiplier=0 and clip=None only, as plain
+    training does: without per-example gradients."""
+
+    private: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPowerSGD(DPSGD):
+    """DP-SGD whose noisy gradient is replaced by its rank-r approximation, found by PowerSGD's power iteration.
+
+    rank: of the approximation.
+    error_feedback: add what an approximation left out to the next gradient; with noise, that is mostly noise.
+    """
+
+    rank: int = 8
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least("rank", self.rank, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(DPPowerSGD):
+    """PowerSGD (Vogels et al. 2019) without privacy: noise_multiplier=0 and clip=None only."""
+
+    private: ClassVar[bool] = False
+    error_feedback: bool = True
+
+
+@dataclass(frozen=True)
+class ResidualOff(RGP):
+    """The paper's ablation: the forward pass uses L R alone in place of W, the update goes to W. It learns nothing, and
+    runs with noise_multiplier=0 only."""
+
+    private: ClassVar[bool] = False

@@ -7,6 +7,7 @@ Formal guarantees (each has a test in tests/test_noise.py):
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -36,26 +37,25 @@ class PhiloxNoise:
         self._streams = streams
 
     def add(self, total: Tensor, *, std: float, step: int, attempt: int) -> None:
-        assert total.is_contiguous()
-        flat = total.view(-1)
+        def fill(part: Tensor, number: int) -> None:
+            rng = self._streams.generator("noise", step, attempt, part=number)
+            part.add_(torch.from_numpy(_normals(rng, part)).to(part.device), alpha=std)
 
-        def fill(start: int) -> None:
-            part = flat[start : start + CHUNK]
-            rng = self._streams.generator("noise", step, attempt, part=start // CHUNK)
-            add_scaled(part, _normals(rng, part), std)
-
-        parallel(fill, range(0, flat.numel(), CHUNK))
+        for_chunks(fill, total)
 
 
 def _normals(rng: np.random.Generator, like: Tensor) -> np.ndarray:
     return rng.standard_normal(like.numel(), dtype=np.float64 if like.dtype == torch.float64 else np.float32)
 
 
-def add_scaled(part: Tensor, normals: np.ndarray, std: float) -> None:
-    part.add_(torch.from_numpy(normals).to(part.device), alpha=std)
+def for_chunks(work: Callable[[Tensor, int], None], total: Tensor) -> None:
+    """`work(chunk, its number)` for all of `total`, in parallel; a chunk is a view."""
+    assert total.is_contiguous()
+    flat = total.view(-1)
+    parallel(lambda start: work(flat[start : start + CHUNK], start // CHUNK), range(0, flat.numel(), CHUNK))
 
 
-def parallel(work, items) -> None:
+def parallel(work: Callable[[int], None], items: Iterable[int]) -> None:
     items = list(items)
     threads = min(len(items), torch.get_num_threads())
     if threads <= 1:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from rgp import accounting
 from rgp.accounting import Budget
+from rgp.clips import LARGEST, SMALLEST, ClipRule, GroupClip, first_norm, group_of
 from rgp.engine import Run, check_optimizer
 from rgp.errors import UnsupportedError
 from rgp.ledger import Ledger
-from rgp.methods import RGP, Method, NonPrivate
+from rgp.methods import RGP, Method
 from rgp.noise import NoiseSource, PhiloxNoise
 from rgp.plan import Plan, make_plan
-from rgp.sampling import check_dataset
+from rgp.sampling import check_dataset, check_lengths
 from rgp.settings import FloatSchedule, Settings, per_step
 from rgp.streams import Streams
 
@@ -38,7 +39,10 @@ def privatize(
     delta: float | None = None,
     epochs: float | None = None,
     steps: int | None = None,
-    clip: FloatSchedule | None = 1.0,
+    clip: FloatSchedule | ClipRule | None = 1.0,
+    views: int = 1,
+    augment: Callable[[Any], Any] | None = None,
+    ema: float | None = None,
     microbatch_size: int | None = None,
     max_batch: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -49,6 +53,7 @@ def privatize(
     folder: str | os.PathLike[str] | None = None,
     workers: int = 0,
     pin_memory: bool = False,
+    lengths: Any = None,
     public_loss: Callable[[], Tensor] | None = None,
     probe: bool = True,
 ) -> Run:
@@ -74,7 +79,11 @@ def privatize(
     noise_multiplier: sigma itself, a number or a function of the step; 0 means no privacy at all. delta goes with it
         and is min(1e-5, 1 / (10 N)) by default.
     epochs or steps: the length of the run, in passes over the data (round(epochs N / batch_size) steps) or logical steps.
-    clip: C, the largest gradient norm of one example; a number or a function of the step. None only without noise.
+    clip: C, the largest gradient norm of one example; a number or a function of the step; or rgp.AutoClip, rgp.GroupClip,
+        rgp.AdaptiveClip. None only without noise.
+    views, augment: the loop gets every micro-batch `views` times, each time through augment(batch), and an example's
+        gradient is the mean over its views, before clipping. Memory does not grow with them.
+    ema: decay of a running mean of the weights, kept beside them; `with run.averaged():` puts it in their place.
     microbatch_size: examples per forward and backward pass; memory grows with it, the result does not depend on it.
     max_batch: cap on a drawn batch, with the accounting that belongs to it.
     loss_reduction: how the loss of a micro-batch was reduced over its examples: "mean", "sum", or "none" for a vector
@@ -83,6 +92,8 @@ def privatize(
     seed: makes the run repeatable; the guarantee then does not hold against whoever knows the seed.
     secure_noise: noise from a cryptographic generator, hardened against floating-point attacks; needs rgp[secure].
     folder: where the ledger is kept on disk; without it, in memory.
+    lengths: one number per example (its tokens): examples of similar length then share a micro-batch, which saves padding.
+        Which examples are in a batch, and what is released, do not depend on it.
     public_loss: for source="public": computes a loss of the model on public data.
     probe: once, before the first release, repeat the model's call with one example replaced, and refuse a model in which
         that changes another example's activations.
@@ -100,9 +111,11 @@ def privatize(
         raise TypeError(f"budget must be an rgp.Budget, such as rgp.Budget(epsilon=8.0, delta=1e-5); got {budget!r}")
     if (getattr(method, "source", None) == "public") != (public_loss is not None):
         raise ValueError("source='public' and public_loss= go together: give both, or neither")
-    if isinstance(method, NonPrivate) and (budget is not None or noise_multiplier != 0 or clip is not None):
-        raise ValueError("rgp.NonPrivate protects nothing: give it noise_multiplier=0 and clip=None, and no budget")
+    if not method.private and (budget is not None or noise_multiplier != 0 or clip is not None):
+        kind = type(method).__name__
+        raise ValueError(f"rgp.{kind} protects nothing: give it noise_multiplier=0 and clip=None, and no budget")
     size = check_dataset(dataset)
+    check_lengths(lengths, size)
     check_model(model)
     plan = make_plan(model, method)
     check_plan(model, plan)
@@ -121,10 +134,15 @@ def privatize(
         epochs=epochs,
         steps=steps,
         clip=clip,
+        views=views,
         microbatch_size=microbatch_size,
         max_batch=max_batch,
         loss_reduction=loss_reduction,
     )
+    if views > 1 and augment is None:
+        raise ValueError(f"views={views} without augment= would train on {views} copies of each example; give augment")
+    if isinstance(clip, GroupClip):
+        group_of(clip, [e.name for e in plan.trained])
     streams = Streams.from_system() if seed is None else Streams.from_seed(seed)
     return Run(
         model,
@@ -139,7 +157,10 @@ def privatize(
         collate_fn=collate_fn,
         workers=workers,
         pin_memory=pin_memory,
+        lengths=lengths,
         public_loss=public_loss,
+        augment=augment,
+        ema=ema,
         probe=probe,
     )
 
@@ -163,6 +184,7 @@ def settle(
     epochs: float | None,
     steps: int | None,
     clip: Any,
+    views: int,
     microbatch_size: int | None,
     max_batch: int | None,
     loss_reduction: str,
@@ -194,10 +216,14 @@ def settle(
     if microbatch_size is None:
         microbatch_size = min(max(batch_sizes), 32)
     _positive("microbatch_size", microbatch_size)
+    _positive("views", views)
     clips = None
-    if clip is not None:
-        # outside of this, squares of float32 gradients under- or overflow where they matter
-        clips = per_step("clip", clip, steps, lambda c: 1e-10 <= c <= 1e10, "from 1e-10 to 1e10, or None without noise")
+    rule = clip if isinstance(clip, ClipRule) else None
+    if rule is not None:
+        clips = (first_norm(rule),) * steps
+    elif clip is not None:
+        inside = f"from {SMALLEST:g} to {LARGEST:g}, a rule such as rgp.AutoClip(), or None without noise"
+        clips = per_step("clip", clip, steps, lambda c: SMALLEST <= c <= LARGEST, inside)
 
     accountant = "pld" if budget is None else budget.accountant
     chosen = budget.delta if budget is not None else delta
@@ -216,7 +242,7 @@ def settle(
             raise ValueError("clip=None is allowed with noise_multiplier=0 only: noise is a multiple of the clip norm")
         if not all(s > 0 for s in sigmas):
             warnings.warn("noise_multiplier is 0: NOTHING IS PRIVATE in this run, and its epsilon is infinite.")
-    return Settings(
+    settings = Settings(
         dataset_size=size,
         steps=steps,
         batch_sizes=batch_sizes,
@@ -229,7 +255,12 @@ def settle(
         loss_reduction=loss_reduction,
         max_batch=max_batch,
         method=method.name,
+        clip_rule=rule,
+        views=views,
     )
+    for step in range(steps) if settings.adapts else ():
+        settings.bound(step)  # an adaptive rule's noise on the count must fit in every step
+    return settings
 
 
 def _calibrated(budget: Budget, delta: float, batch_sizes: tuple[int, ...], size: int, max_batch: int | None) -> float:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rgp.errors import UnsupportedError
+from rgp.rules.derived import derived
 from rgp.torchstate import forked_rng
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -124,8 +125,9 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, m: int, names: Mapping[int, str]) -> None:
         super().__init__()
-        self.m, self.names = m, names
+        self.m, self.names = m, dict(names)
         self.seen: list[Fingerprint] = []
+        self._alive: list[Tensor] = []  # tensors in `names`, whose ids must not be given to others
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -133,7 +135,10 @@ class _Watch(TorchFunctionMode):
             return args[0] if args else kwargs["input"]
         result = func(*args, **kwargs)
         name = next((self.names[id(a)] for a in (*args, *kwargs.values()) if id(a) in self.names), None)
-        if name is not None:
+        if name is not None and func is derived:
+            self.names[id(result)] = name
+            self._alive.append(result)
+        elif name is not None:
             y = result[0] if isinstance(result, tuple) and result else result
             if func is F.multi_head_attention_forward and y.dim() == 3:
                 y = y.transpose(0, 1)

@@ -22,3 +22,14 @@ def rebuild(Lt: Tensor, R: Tensor, At: Tensor | None, dR: Tensor | None) -> Tens
         return At.T @ R
     At = At - (At @ Lt.T) @ Lt
     return torch.cat([At, Lt]).T @ torch.cat([R, dR])
+
+
+def noise_variance(Lt: Tensor, R: Tensor, *, left: bool, right: bool) -> Tensor:
+    """Variance of each entry (p, d) of what `rebuild` returns, where the entries of At and dR have variance 1.
+
+    l_i + q_j - l_i q_j with l = diag(L L^T), q = diag(R^T R); with one side released, q_j or l_i.
+    """
+    l, q = Lt.square().sum(0)[:, None], R.square().sum(0)[None]
+    if not right:
+        return q.expand(len(l), -1)
+    return l + q - l * q if left else l.expand(-1, q.shape[1])

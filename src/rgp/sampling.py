@@ -7,7 +7,6 @@ Formal guarantees (tests/test_sampling.py):
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from rgp.streams import Streams
+from rgp.torchstate import seed_others
 
 
 def draw(
@@ -33,10 +33,16 @@ def draw(
     return indices
 
 
-def cut(indices: np.ndarray, microbatch_size: int) -> list[list[int]]:
-    """Micro-batches of at most `microbatch_size`, as equal as they can be."""
+def cut(indices: np.ndarray, microbatch_size: int, lengths: np.ndarray | None = None) -> list[list[int]]:
+    """Micro-batches of at most `microbatch_size`, as equal as they can be.
+
+    With `lengths` (N,), examples of similar length share one, the longest first. Which examples are in the batch was
+    settled by `draw`, and every example is clipped on its own: this saves padding and changes nothing else.
+    """
     if len(indices) == 0:
         return []
+    if lengths is not None:
+        indices = indices[np.argsort(-lengths[indices], kind="stable")]
     parts = -(-len(indices) // microbatch_size)
     return [part.tolist() for part in np.array_split(indices, parts)]
 
@@ -62,6 +68,21 @@ def check_dataset(dataset: Any) -> int:
     if size < 1:
         raise ValueError("dataset is empty")
     return size
+
+
+def check_lengths(lengths: Any, size: int) -> np.ndarray | None:
+    """One number per example as an array, or an error."""
+    if lengths is None:
+        return None
+    found = np.asarray(lengths)
+    if found.shape != (size,) or not (
+        np.issubdtype(found.dtype, np.integer) or np.issubdtype(found.dtype, np.floating)
+    ):
+        raise ValueError(
+            f"lengths must be one number per example of the dataset, shape ({size},); got shape {found.shape} of "
+            f"{found.dtype}"
+        )
+    return found.astype(np.float64)
 
 
 class Part(list[int]):
@@ -98,8 +119,7 @@ class Seeded(Dataset):
 
     def __getitems__(self, part: Part) -> list[Any]:
         torch.default_generator.manual_seed(part.seed)
-        np.random.seed(part.seed % 2**32)
-        random.seed(part.seed)
+        seed_others(part.seed)
         many = getattr(self._dataset, "__getitems__", None)
         return many(list(part)) if callable(many) else [self._dataset[i] for i in part]
 

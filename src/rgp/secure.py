@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rgp.noise import CHUNK, parallel
+from rgp.noise import for_chunks
 
 TERMS = 4
 _BLOCK = 1 << 15  # entries summed at a time, small enough to stay in cache
@@ -49,16 +49,12 @@ class SecureNoise:
         self._generator = AESCounter
 
     def add(self, total: Tensor, *, std: float, step: int, attempt: int) -> None:
-        assert total.is_contiguous()
-        flat = total.view(-1)
-
-        def fill(start: int) -> None:
-            part = flat[start : start + CHUNK]
+        def fill(part: Tensor, _: int) -> None:
             noisy = part.to("cpu", torch.float64)
             self._fill(noisy.numpy(), std)
             part.copy_(noisy)
 
-        parallel(fill, range(0, flat.numel(), CHUNK))
+        for_chunks(fill, total)
 
     def _fill(self, noisy: np.ndarray, std: float) -> None:
         rng = np.random.Generator(_fresh(self._generator))

@@ -12,6 +12,7 @@ from typing import Any
 
 from rgp._version import __version__
 from rgp.accounting import Budget, Event
+from rgp.clips import AdaptiveClip, AutoClip, Bound, ClipRule, GroupClip, adaptive_bound
 
 FloatSchedule = float | Callable[[int], float]
 
@@ -24,7 +25,7 @@ class Settings:
     steps: int
     batch_sizes: tuple[int, ...]  # expected size of a logical batch: q = batch_size / N, and the divisor
     sigmas: tuple[float, ...]
-    clips: tuple[float, ...] | None  # None: no clipping, allowed without noise only
+    clips: tuple[float, ...] | None  # C of each step, an adaptive rule's first; None: no clipping, without noise only
     delta: float
     budget: Budget | None
     accountant: str
@@ -32,6 +33,8 @@ class Settings:
     loss_reduction: str
     max_batch: int | None
     method: str
+    clip_rule: ClipRule | None = None  # None: flat
+    views: int = 1  # of each example, their gradients averaged before clipping
 
     def batch_size(self, step: int) -> int:
         return self.batch_sizes[step]
@@ -45,16 +48,28 @@ class Settings:
     def clip(self, step: int) -> float | None:
         return None if self.clips is None else self.clips[step]
 
-    def sensitivity(self, step: int) -> float:
-        """By how much one example can move the sum: C, or inf without clipping (never multiplied by noise then)."""
-        return float("inf") if self.clips is None else self.clips[step]
+    @property
+    def adapts(self) -> bool:
+        """Whether C reacts to what was released; it may, because the noise is sigma C."""
+        return isinstance(self.clip_rule, AdaptiveClip)
 
-    def charge(self, step: int) -> dict[str, Any]:
+    def bound(self, step: int, adapted: float | None = None) -> Bound:
+        """How this step clips. `adapted`: the C that an adaptive rule has arrived at."""
+        rule = self.clip_rule
+        if isinstance(rule, AdaptiveClip):
+            norm = rule.initial if adapted is None else adapted
+            return adaptive_bound(rule, norm, self.sigma(step), self.batch_size(step))
+        if isinstance(rule, GroupClip):
+            return Bound(tuple(rule.norms.values()))
+        gamma = rule.gamma if isinstance(rule, AutoClip) else None
+        return Bound(None if self.clips is None else (self.clips[step],), gamma=gamma)
+
+    def charge(self, step: int, bound: Bound | None = None) -> dict[str, Any]:
         """This step's line in the ledger."""
         return {
             "q": self.rate(step),
             "sigma": self.sigma(step),
-            "C": self.clip(step),
+            "C": (bound or self.bound(step)).clip,
             "batch_size": self.batch_size(step),
             "max_batch": self.max_batch,
             "method": self.method,

@@ -11,6 +11,7 @@ Deferred  a large exact parameter: what its operation needs is kept until all no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -50,7 +51,11 @@ class Slot:
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
-        self.used = False
+        self.used = False  # in this forward and backward pass
+        self.filled = False  # holds something of this micro-batch: of this pass, or of an earlier view
+        self.derive: Callable[[Tensor], Tensor] | None = (
+            None  # what made the weight out of the parameter (rules/derived.py)
+        )
 
     @property
     def width(self) -> int:
@@ -68,7 +73,7 @@ class Slot:
 
     def begin(self, buffer: Tensor) -> None:
         """Start a micro-batch: `buffer` (m, width) is this slot's part of the run's buffer, not zeroed."""
-        self.used = False
+        self.used = self.filled = False
 
 
 class CarriedSlot(Slot):
@@ -126,7 +131,7 @@ class CarriedSlot(Slot):
             self._store(self.left, dLt)
         if dR is not None:
             self._store(self.right, dR)
-        self.used = True
+        self.used = self.filled = True
 
     def add_dense(self, gradients: Tensor) -> None:
         G = gradients.reshape(len(gradients), self.entry.p, self.entry.d)
@@ -134,7 +139,7 @@ class CarriedSlot(Slot):
         self.add_thin(dLt, torch.matmul(self.Lt.to(G.dtype), G) if self.needs_right else None)
 
     def _store(self, out: Tensor, value: Tensor) -> None:
-        if self.used:
+        if self.filled:
             out.add_(value)
         else:
             out.copy_(value)
@@ -149,11 +154,11 @@ class DenseSlot(Slot):
         gradients = gradients.reshape(len(self.out), -1)
         if self.entry.scale != 1:
             gradients = gradients * self.entry.scale
-        if self.used:
+        if self.filled:
             self.out.add_(gradients)
         else:
             self.out.copy_(gradients)
-        self.used = True
+        self.used = self.filled = True
 
     def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
         self.add_dense(torch.bmm(left.transpose(1, 2), right))
@@ -169,7 +174,7 @@ class DeferredSlot(Slot):
 
     def add_use(self, use: Use) -> None:
         self.uses.append(use)
-        self.used = True
+        self.used = self.filled = True
 
     def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
         from rgp.norms import OuterUse
@@ -211,7 +216,9 @@ class DeferredSlot(Slot):
         self.uses = []
 
 
-def make_slot(entry: Entry, *, intrinsic: bool) -> Slot:
+def make_slot(entry: Entry, *, intrinsic: bool, views: int = 1) -> Slot:
     if entry.treatment == "carried":
         return CarriedSlot(entry, intrinsic=intrinsic)
-    return DenseSlot(entry) if entry.size <= LARGEST_DENSE or len(entry.shape) < 2 else DeferredSlot(entry)
+    # several views of an example add up in the buffer; what a deferred slot keeps would grow with their number
+    dense = entry.size <= LARGEST_DENSE or len(entry.shape) < 2 or views > 1
+    return DenseSlot(entry) if dense else DeferredSlot(entry)

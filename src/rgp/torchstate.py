@@ -38,6 +38,12 @@ def kept_rng() -> Iterator[None]:
         torch.default_generator.set_state(states[2])
 
 
+def seed_others(seed: int) -> None:
+    """Python's and numpy's generators, which augmentation may use."""
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 class Watch:
     """Notices a forward pass that changes parameters or buffers: what it wrote there is private data without noise."""
 

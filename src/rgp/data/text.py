@@ -24,6 +24,11 @@ class TokenTexts(Dataset):
         self._types = None if types is None else _flat(types)
         self._labels = torch.from_numpy(labels)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every text: what `privatize(lengths=...)` takes. Private, like the texts."""
+        return np.diff(self._start)
+
     def __len__(self) -> int:
         return len(self._labels)
 

@@ -17,14 +17,17 @@ class SmallCNN(nn.Module):
 
     width: channels of the first convolution; the second has twice, the third four times as many.
     groups: groups of every group norm.
+    stride: of the first convolution; 2 (with a 5x5 kernel) makes everything after it four times cheaper.
     """
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 3, width: int = 32, groups: int = 8):
+    def __init__(self, num_classes: int = 10, in_channels: int = 3, width: int = 32, groups: int = 8, stride: int = 1):
         super().__init__()
         if width % groups:
             raise ValueError(f"width={width} must be a multiple of groups={groups}")
         channels = [in_channels, width, 2 * width, 4 * width]
         self.convs = nn.ModuleList(nn.Conv2d(c, d, 3, padding=1) for c, d in pairwise(channels))
+        if stride > 1:
+            self.convs[0] = nn.Conv2d(in_channels, width, 5, stride=stride, padding=2)
         self.norms = nn.ModuleList(nn.GroupNorm(groups, d) for d in channels[1:])
         self.head = nn.Linear(channels[-1], num_classes)
 

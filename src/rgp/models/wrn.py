@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rgp.rules.derived import derived
+
 
 class StandardizedConv2d(nn.Conv2d):
     """A convolution with weight standardisation: each output channel's kernel gets mean 0 and variance 1 / fan-in.
@@ -20,13 +22,14 @@ class StandardizedConv2d(nn.Conv2d):
     With that variance the output keeps the scale of the input, whatever the scale of `weight`.
     """
 
-    def standardized_weight(self) -> Tensor:
-        fan_in = self.weight[0].numel()
-        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
-        return (self.weight - mean) * torch.rsqrt(variance * fan_in + 1e-8)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.standardized_weight(), self.bias)
+        return self._conv_forward(x, derived(self.weight, standardized), self.bias)
+
+
+def standardized(weight: Tensor) -> Tensor:
+    """Each row of weight.flatten(1) with mean 0 and variance 1 / d."""
+    variance, mean = torch.var_mean(weight, dim=tuple(range(1, weight.dim())), keepdim=True, correction=0)
+    return (weight - mean) * torch.rsqrt(variance * weight[0].numel() + 1e-8)
 
 
 class Block(nn.Module):

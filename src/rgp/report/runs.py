@@ -22,7 +22,8 @@ class Run:
     """What was found in one folder.
 
     public: metrics.jsonl, which may be published; private: private.jsonl, which may not
-    attack: result of the membership test, or None
+    attack: results of the membership attacks, or None; private
+    audit: result of an audit of these settings, or None
     meaning: what the guarantee lets an attacker do; None for runs without one
     problems: sentences about what does not add up
     """
@@ -34,6 +35,7 @@ class Run:
     private: list[dict[str, Any]]
     plan: list[dict[str, Any]]
     attack: dict[str, Any] | None
+    audit: dict[str, Any] | None
     meaning: Meaning | None
     problems: tuple[str, ...]
 
@@ -76,9 +78,10 @@ def read_run(folder: Path) -> Run:
     if not isinstance(summary, dict):
         raise RunError(f"{path} does not hold a JSON object.")
     public, private = _rows(folder / "metrics.jsonl"), _rows(folder / "private.jsonl")
-    attack = _json(folder / "attack.json") if (folder / "attack.json").is_file() else None
-    for row in private:
-        attack = row.get("attack", attack)
+    attack = next((row["attack"] for row in reversed(private) if "attack" in row), None)  # the demo's
+    if (folder / "attack.json").is_file():
+        attack = _json(folder / "attack.json")
+    audit = _json(folder / "audit.json") if (folder / "audit.json").is_file() else None
     plan = _json(folder / "plan.json") if (folder / "plan.json").is_file() else []
     means, problems = _guarantee(folder, summary)
     return Run(
@@ -89,6 +92,7 @@ def read_run(folder: Path) -> Run:
         private=private,
         plan=[row for row in plan if isinstance(row, dict)] if isinstance(plan, list) else [],
         attack=attack if isinstance(attack, dict) else None,
+        audit=audit if isinstance(audit, dict) else None,
         meaning=means,
         problems=tuple(problems),
     )

@@ -57,4 +57,4 @@ def register(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 def load() -> None:
     """Import the built-in rules; each registers itself."""
-    from rgp.rules import attention, conv, dropout, elementwise, embedding, linear, norm  # noqa: F401
+    from rgp.rules import attention, conv, derived, dropout, elementwise, embedding, linear, norm  # noqa: F401

@@ -25,8 +25,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx, x, p):
         threshold = round(p * LEVELS)
         ctx.scale = LEVELS / (LEVELS - threshold)
-        bits = np.random.SFC64(int(torch.randint(2**63 - 1, ()))).random_raw(-(-x.numel() // 4)).view(np.int16)
-        mask = torch.from_numpy(bits[: x.numel()]).view(x.shape) >= threshold - LEVELS // 2
+        mask = _mask(x, threshold)
         ctx.save_for_backward(mask)
         return torch.mul(x, mask).mul_(ctx.scale)
 
@@ -35,6 +34,11 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx, g):
         (mask,) = ctx.saved_tensors
         return torch.mul(g, mask).mul_(ctx.scale), None
+
+
+def _mask(x: Tensor, threshold: int) -> Tensor:
+    bits = np.random.SFC64(int(torch.randint(2**63 - 1, ()))).random_raw(-(-x.numel() // 4)).view(np.int16)
+    return torch.from_numpy(bits[: x.numel()]).view(x.shape) >= threshold - LEVELS // 2
 
 
 def _fast(x: Tensor, p: float) -> bool:

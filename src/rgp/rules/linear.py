@@ -102,7 +102,7 @@ def transpose(capture, func, args, kwargs):
     if len(slot.entry.shape) != 2:
         return _refuse(capture, func, args)
     result = func(*args, **kwargs)
-    capture.remember_transpose(result, slot, not transposed)
+    capture.remember(result, slot, not transposed)
     return result
 
 
@@ -113,7 +113,7 @@ def swap(capture, func, args, kwargs):
     if len(slot.entry.shape) != 2:
         return _refuse(capture, func, (tensor,))
     result = func(*args, **kwargs)
-    capture.remember_transpose(result, slot, transposed == ((a - b) % 2 == 0))
+    capture.remember(result, slot, transposed == ((a - b) % 2 == 0))
     return result
 
 

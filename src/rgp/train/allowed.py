@@ -89,6 +89,17 @@ def ranks() -> Allowed:
     return Allowed("a whole number of at least 1, auto, or a mapping from parameter-name patterns to ranks", read)
 
 
+def clips() -> Allowed:
+    one = number(0, above=True)
+
+    def read(value: Any) -> Any:
+        if isinstance(value, Mapping) and value:
+            return {str(pattern): one.read(norm) for pattern, norm in value.items()}
+        return one.read(value)
+
+    return Allowed("a number above 0, or a mapping from parameter-name patterns to such numbers", read)
+
+
 def treatments() -> Allowed:
     one = whole(1)
 

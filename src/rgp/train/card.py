@@ -16,6 +16,7 @@ from rgp import accounting
 from rgp._version import __version__
 from rgp.engine import Run
 from rgp.train.config import Config
+from rgp.train.folder import RunFolder
 from rgp.train.setup import Parts
 
 NOT_COVERED = [
@@ -118,6 +119,8 @@ def make_card(config: Config, parts: Parts, run: Run, summary: dict[str, Any]) -
         "parameters": summary["parameters"],
         "preprocessing": {str(k): _plain(v) for k, v in (getattr(parts.data, "public_constants", None) or {}).items()},
         "not_covered": NOT_COVERED,
+        "audit": None,  # filled in by `rgp audit --run`
+        "attack_run": False,  # whether `rgp attack` was; its results are about private rows, and never here
         "ledger": {"releases": summary["releases"], "head": summary["ledger_head"]},
         "code": {"rgp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -173,6 +176,8 @@ def card_text(card: dict[str, Any]) -> str:
         ("clipping norm", _or_none(card["clip"], "{:g}")),
         ("method", card["method"]),
         ("random numbers", _randomness(card)),
+        ("audit", audit_text(card.get("audit"))),
+        ("membership attack", "was run; its results are private" if card.get("attack_run") else "was not run"),
         ("data", f"{card['dataset']}, {card['training_rows']:,} training rows (this number counts as public)"),
         ("model", f"{card['model']}, {card['parameters']:,} parameters"),
         ("record", f"{card['ledger']['releases']} releases, ledger head `{card['ledger']['head']}`"),
@@ -188,6 +193,43 @@ def card_text(card: dict[str, Any]) -> str:
     if card["private"]:
         lines += ["Not covered by the guarantee:", "", *(f"- {item}" for item in card["not_covered"]), ""]
     return "\n".join(lines)
+
+
+def audit_text(audit: dict[str, Any] | None) -> str:
+    if audit is None:
+        return "none was run"
+    found = math.floor(audit["epsilon_lower"] * 1e3) / 1e3
+    return (
+        f"epsilon is at least {found:.3f} with {audit['confidence']:.0%} confidence: {audit['kind']}, "
+        f"{audit['canaries']:,} canaries in a run of its own with {audit['steps']} steps, in which at most "
+        f"{round_up(audit['epsilon_proven'])} was proven"
+    )
+
+
+AUDITED = (
+    *("epsilon_lower", "epsilon_proven", "delta", "confidence", "kind", "bound", "canaries", "steps", "sampling_rate"),
+    *("noise_multiplier", "ledger_head"),
+)
+
+
+def record_audit(folder: RunFolder, result: dict[str, Any]) -> None:
+    """audit.json of a run; and on its card, unless private rows took part in the audit."""
+    folder.write_json(folder.path / "audit.json", result)
+    if not result["private_rows"]:
+        _amend(folder, "audit", {name: result[name] for name in AUDITED})
+
+
+def record_attack(folder: RunFolder) -> None:
+    """That an attack was run, and nothing of what came out."""
+    _amend(folder, "attack_run", True)
+
+
+def _amend(folder: RunFolder, name: str, value: Any) -> None:
+    path = folder.model / "privacy_card.json"
+    if path.exists():
+        card = {**folder.read_json(path), name: value}
+        folder.write_json(path, card)
+        folder.write_text(folder.model / "privacy_card.md", card_text(card))
 
 
 def round_up(epsilon: float, digits: int = 3) -> str:

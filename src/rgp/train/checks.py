@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rgp.train.sections import CARRIED, IMAGE_MODELS, IMAGES, TEXTS, Config, DataConfig, ModelConfig, short
+from rgp.train.sections import CARRIED, IMAGE_MODELS, IMAGES, TEXTS, UNPROTECTED, Config, DataConfig, ModelConfig, short
 
 
 class Mistakes(list[str]):
@@ -47,21 +47,37 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
         "budget.noise_multiplier": budget.noise_multiplier,
         "training.clip": training.clip,
     }
-    if config.private:
+    if method.name in UNPROTECTED:
+        for name, value in protecting.items():
+            if value:
+                words = f"{name} = {short(value)}: method {method.name} protects nothing, so this must be null"
+                mistakes.add(words, name, "method.name")
+    else:
         one_of("budget.epsilon", "budget.noise_multiplier", budget.epsilon, budget.noise_multiplier)
-        if training.clip is None:
+        if training.clip is None and config.private:
             mistakes.add(
                 f"training.clip = null: method {method.name} needs a number above 0, such as 1", "training.clip"
             )
-    else:
-        for name, value in protecting.items():
-            if value is not None:
-                words = f"{name} = {value:g}: method nonprivate protects nothing, so this must be null"
-                mistakes.add(words, name, "method.name")
-    carries = method.name in ("rgp", "rgp-random")
+    if training.clipping != "flat" and not isinstance(training.clip, float):
+        words = f"training.clipping = {training.clipping}: needs training.clip = a number; got {short(training.clip)}"
+        mistakes.add(words, "training.clipping", "training.clip")
+    if training.views > 1 and training.augment == "none":
+        words = (
+            f"training.views = {training.views}: needs training.augment = crop-flip; copies of an example add nothing"
+        )
+        mistakes.add(words, "training.views", "training.augment")
+    images = model_is_image(config.model)
+    if training.augment != "none" and not images:
+        mistakes.add(f"training.augment = {training.augment}: is for images, so this must be none", "training.augment")
+    for leaf, plain in (("weight_standardization", False), ("affine", True)):
+        if getattr(config.model, leaf) != plain and not config.model.name.startswith("wrn"):
+            words = f"model.{leaf} = {short(not plain)}: is for wide ResNets, so this must be {short(plain)}"
+            mistakes.add(words, f"model.{leaf}", "model.name")
+    allowed: tuple[str, ...] = ("rank",) if method.name in ("powersgd", "dp-powersgd") else ()
+    allowed = CARRIED if method.name in ("rgp", "rgp-random", "residual-off") else allowed
     for leaf in CARRIED:
         value = getattr(method, leaf)
-        if value is not None and not carries:
+        if value is not None and leaf not in allowed:
             words = f"method.{leaf} = {short(value)}: method {method.name} has no carriers, so this must be null"
             mistakes.add(words, f"method.{leaf}", "method.name")
     if method.name == "rgp-random" and method.source not in (None, "random"):
@@ -76,8 +92,12 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
     _check_names(config.data, config.model, mistakes)
 
 
+def model_is_image(model: ModelConfig) -> bool:
+    return model.name in IMAGE_MODELS
+
+
 def _check_names(data: DataConfig, model: ModelConfig, mistakes: Mistakes) -> None:
-    images = model.name in IMAGE_MODELS
+    images = model_is_image(model)
     hub = "/" in model.name and not model.name.startswith((".", "/", "~"))
     if not images and not hub and not Path(model.name).expanduser().is_dir():
         near = perhaps(model.name, IMAGE_MODELS)
@@ -101,11 +121,11 @@ def _check_names(data: DataConfig, model: ModelConfig, mistakes: Mistakes) -> No
     elif known and images != (data.name in IMAGES):
         holds, wanted = ("texts", "a Hugging Face model") if images else ("images", f"one of {', '.join(IMAGE_MODELS)}")
         mistakes.add(f"model.name = {model.name}: {data.name} holds {holds}; the model must be {wanted}", "model.name")
-    if model.width is not None and model.name not in ("small-cnn", "mlp"):
-        words = f"model.width = {model.width}: is for small-cnn and mlp; {model.name} has its own, so this must be null"
+    if model.width is not None and model.name not in ("small-cnn", "tiny-cnn", "mlp"):
+        words = f"model.width = {model.width}: is for small-cnn, tiny-cnn and mlp; {model.name} has its own, so this must be null"
         mistakes.add(words, "model.width", "model.name")
-    if model.width is not None and model.name == "small-cnn" and model.width % 8:
-        words = f"model.width = {model.width}: must be a multiple of 8 for small-cnn, whose norms have 8 groups"
+    if model.width is not None and model.name in ("small-cnn", "tiny-cnn") and model.width % 8:
+        words = f"model.width = {model.width}: must be a multiple of 8 for {model.name}, whose norms have 8 groups"
         mistakes.add(words, "model.width")
 
 

@@ -41,9 +41,9 @@ class Seen:
         self.examples += examples
         self._count += examples
         self._loss += loss.item() * examples
-        norms = getattr(run, "norms", None) if self.diagnostics else None
+        norms = run.norms if self.diagnostics else None
         if norms is not None:
-            clip = run.settings.clip(min(run.step_index, run.settings.steps - 1))
+            clip = run.clip_norm
             self._norms.append(norms.detach().float().cpu())
             self._clipped += 0 if clip is None else int((norms > clip).sum())
         self._bad = run.bad_examples

@@ -120,17 +120,28 @@ class Bar:
 
 
 class Board:
-    """TensorBoard: what may be published under tensorboard/, what may not under tensorboard-private/."""
+    """TensorBoard: what may be published under tensorboard/, what may not under tensorboard-private/.
 
-    def __init__(self, folder: Path) -> None:
+    step: the last one that counts; what earlier processes wrote after it is hidden, because it is taken again
+    """
+
+    def __init__(self, folder: Path, step: int = 0) -> None:
+        writer = self.needed()
+        private = folder / "tensorboard-private"
+        private.mkdir(mode=0o700, exist_ok=True)
+        self._writers = {
+            public: writer(str(path), purge_step=step + 1)
+            for public, path in ((True, folder / "tensorboard"), (False, private))
+        }
+
+    @staticmethod
+    def needed() -> Any:
+        """torch's writer; ValueError where TensorBoard is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError("--tensorboard needs: pip install 'rgp[tensorboard]'") from error
-        self._writers = {
-            True: SummaryWriter(str(folder / "tensorboard")),
-            False: SummaryWriter(str(folder / "tensorboard-private")),
-        }
+        return SummaryWriter
 
     def add(self, row: dict[str, Any], *, public: bool) -> None:
         for name, value in row.items():

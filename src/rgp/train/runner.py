@@ -36,9 +36,15 @@ def train(
     resume: bool = False,
     diagnostics: bool = False,
     tensorboard: bool = False,
+    parts: Parts | None = None,
 ) -> dict[str, Any]:
-    """Train into a new folder, or go on with the run that is in it. Returns the content of its summary.json."""
+    """Train into a new folder, or go on with the run that is in it. Returns the content of its summary.json.
+
+    parts: made already, by setup.make with the same settings and other rows (rgp.attacks.shadows).
+    """
     folder = RunFolder(out)
+    if tensorboard:
+        Board.needed()
     if resume:
         folder.check_resumable()
         if folder.finished:
@@ -47,11 +53,11 @@ def train(
     else:
         folder.check_free()
     began = time.monotonic()
-    parts = setup.make(settings)
+    parts = setup.make(settings) if parts is None else parts
     session = Session(settings, parts, folder, progress, began=began, diagnostics=diagnostics)
     run = session.go_on() if resume and folder.latest.exists() else session.begin(again=resume)
     with run:
-        board = Board(out) if tensorboard else None
+        board = Board(out, run.step_index) if tensorboard else None
         try:
             session.train(run, board)
         finally:
@@ -109,7 +115,10 @@ class Session:
             noise_multiplier=noise,
             delta=None if budget is not None else settings.budget.delta,
             steps=parts.steps,
-            clip=settings.training.clip,
+            clip=setup.make_clip(settings.training),
+            views=settings.training.views,
+            augment=setup.make_augment(settings.training),
+            ema=settings.training.ema,
             microbatch_size=self.batch,
             max_batch=settings.training.max_batch,
             collate_fn=parts.data.collate_fn,
@@ -119,6 +128,7 @@ class Session:
             folder=folder.path,
             workers=settings.run.workers,
             pin_memory=parts.device.type == "cuda",
+            lengths=getattr(parts.data.train, "lengths", None),
         )
         folder.write_text(folder.config, settings.to_yaml())
         folder.write_json(folder.plan, card.plan_rows(run))
@@ -138,6 +148,8 @@ class Session:
             microbatch_size=self.batch,
             workers=self.config.run.workers,
             pin_memory=parts.device.type == "cuda",
+            lengths=getattr(parts.data.train, "lengths", None),
+            augment=setup.make_augment(self.config.training),
             method=parts.method,
             batch_size=self.config.training.batch_size,
         )
@@ -153,7 +165,7 @@ class Session:
         trained = sum(e.size for e in plan.trained)
         words = f"{self.parts.data.description}\n{self.config.model.name}: {trained:,} trained parameters"
         if not self.config.private:
-            return f"{words}\nNOT PRIVATE: no clipping, no noise"
+            return f"{words}\nNOT PRIVATE: no noise"
         return (
             f"{words}, noise in {plan.noise_dimensions:,} dimensions\n"
             f"{self.config.method.name}: sampling rate {settings.rate(0):.4g}, noise multiplier "
@@ -210,7 +222,8 @@ class Session:
 
     def evaluate(self, run: Run, seen: Seen, epsilon: float | None, board: Board | None) -> None:
         """Accuracy on held-out rows: where anyone may see it if the rows are a published test split, apart if not."""
-        _, right = self.losses(self.parts.data.test)
+        with run.averaged():
+            _, right = self.losses(self.parts.data.test)
         self.accuracy = right.float().mean().item()
         self.progress.accuracy(self.accuracy)
         at = {"step": run.step_index}
@@ -249,7 +262,8 @@ class Session:
         if self.accuracy is None:
             self.evaluate(run, Seen(False), None, None)
         summary = self.summarize(run)
-        publish(self.folder, self.config, self.parts, card.make_card(self.config, self.parts, run, summary))
+        with run.averaged():
+            publish(self.folder, self.config, self.parts, card.make_card(self.config, self.parts, run, summary))
         self.folder.write_json(self.folder.summary, summary)
         write_report([self.folder.path], self.folder.report, self.progress.say)
         return summary

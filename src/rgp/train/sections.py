@@ -9,10 +9,11 @@ from typing import Any
 
 import yaml
 
-from rgp.train.allowed import Allowed, choice, columns, flag, number, ranks, string, treatments, whole
+from rgp.train.allowed import Allowed, choice, clips, columns, flag, number, ranks, string, treatments, whole
 
-METHODS = ("rgp", "rgp-random", "dpsgd", "linear", "bitfit", "nonprivate")
-IMAGE_MODELS = ("small-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-4", "wrn-28-4")
+METHODS = ("rgp", "rgp-random", "dpsgd", "dp-powersgd", "linear", "bitfit", "nonprivate", "powersgd", "residual-off")
+UNPROTECTED = ("nonprivate", "powersgd", "residual-off")  # comparisons that no noise goes with
+IMAGE_MODELS = ("small-cnn", "tiny-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-4", "wrn-28-4", "wrn-40-4")
 IMAGES = ("digits", "cifar10", "svhn", "mnist", "fashion_mnist")
 TEXTS = ("sst2", "qnli", "qqp", "mnli")
 CARRIED = ("rank", "sides", "source", "warmup_steps", "power_iterations", "norm")  # keys of methods with carriers
@@ -43,8 +44,10 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     name: str = key("small-cnn", string(), f"{', '.join(IMAGE_MODELS)}; a folder or hub name of a Hugging Face model")
-    width: int | None = key(None, whole(8), "small-cnn: channels of the first layer (32); mlp: hidden units (128)")
+    width: int | None = key(None, whole(8), "small-cnn, tiny-cnn: channels of the first layer (32); mlp: hidden units (128)")
     pretrained: bool = key(True, flag(), "Hugging Face: start from its weights, not from random ones")
+    weight_standardization: bool = key(False, flag(), "wide ResNets: kernels with mean 0 and variance 1 / fan-in")
+    affine: bool = key(True, flag(), "wide ResNets: norms with a trained scale and shift")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class BudgetConfig:
         number(0, above=True, high=1, below=True),
         "probability that epsilon fails (1/(10 N), at most 1e-5)",
     )
-    noise_multiplier: float | None = key(None, number(0, above=True), "the noise itself, in place of epsilon")
+    noise_multiplier: float | None = key(None, number(0), "the noise itself, in place of epsilon; 0: no privacy")
     accountant: str = key("pld", choice("pld", "rdp"), "pld is tight; rdp is what older papers used")
 
 
@@ -79,7 +82,12 @@ class TrainingConfig:
     batch_size: int = key(256, whole(1), "expected examples of a step; each is drawn on its own")
     epochs: float | None = key(None, number(0, above=True), "length of the run in passes over the data")
     steps: int | None = key(None, whole(1), "length of the run in steps, in place of epochs")
-    clip: float | None = key(None, number(0, above=True), "largest gradient norm of one example")
+    clip: Any = key(None, clips(), "largest gradient norm of one example; or one per parameter-name pattern")
+    clipping: str = key("flat", choice("flat", "auto", "adaptive"), "auto: all norms near clip; adaptive: a quantile")
+    quantile: float = key(0.5, number(0, above=True, high=1, below=True), "adaptive: share that should not be clipped")
+    views: int = key(1, whole(1), "augmented views of each example, their gradients averaged before clipping")
+    augment: str = key("none", choice("none", "crop-flip"), "of images: random crops and mirror images")
+    ema: float | None = key(None, number(0, high=1, below=True), "decay of a running mean of the weights, e.g. 0.999")
     microbatch_size: int | None = key(None, whole(1), "examples that go through the model at once (32)")
     max_batch: int | None = key(None, whole(1), "cap on the examples of a step, with the accounting for it")
 
@@ -90,7 +98,11 @@ class OptimizerConfig:
     lr: float = key(0.1, number(0, above=True), "learning rate")
     momentum: float = key(0.9, number(0, high=1, below=True), "of sgd; beta1 of adam")
     weight_decay: float = key(0.0, number(0), "weight decay")
-    schedule: str = key("constant", choice("constant", "cosine", "linear"), "of the learning rate, down to 0")
+    schedule: str = key(
+        "constant",
+        choice("constant", "cosine", "linear", "steps"),
+        "of the learning rate, down to 0; steps: a tenth at 30, 60, 80%",
+    )
     warmup: float = key(0.0, number(0, high=1, below=True), "share of the steps in which the learning rate rises")
 
 
@@ -119,7 +131,7 @@ class Config:
 
     @property
     def private(self) -> bool:
-        return self.method.name != "nonprivate"
+        return self.method.name not in UNPROTECTED and self.budget.noise_multiplier != 0
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rgp
 from rgp import accounting
 from rgp.train.config import Config, ConfigError
-from rgp.train.sections import CARRIED, IMAGE_MODELS, MethodConfig
+from rgp.train.sections import CARRIED, IMAGE_MODELS, MethodConfig, TrainingConfig
 
 METHODS: dict[str, Callable[..., Any]] = {
     "rgp": rgp.RGP,
@@ -25,6 +25,9 @@ METHODS: dict[str, Callable[..., Any]] = {
     "linear": rgp.LinearProbe,
     "bitfit": rgp.BiTFiT,
     "nonprivate": rgp.NonPrivate,
+    "powersgd": rgp.PowerSGD,
+    "dp-powersgd": rgp.DPPowerSGD,
+    "residual-off": rgp.ResidualOff,
 }
 
 
@@ -47,13 +50,13 @@ class Parts:
         return bool(self.data.published_test)
 
 
-def make(config: Config) -> Parts:
-    """Load and build everything; ConfigError where the config does not fit the data."""
+def make(config: Config, data: Any = None) -> Parts:
+    """Load and build everything; ConfigError where the config does not fit the data. `data`: loaded already."""
     device = pick_device(config.run.device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     tokenizer = None if config.model.name in IMAGE_MODELS else load_tokenizer(config)
-    data = load_data(config, tokenizer)
+    data = load_data(config, tokenizer) if data is None else data
     steps = check_against_data(config, data)
     with initial_seed(config.run.seed):
         model = make_model(config, data).to(device)
@@ -146,13 +149,21 @@ def make_model(config: Config, data: Any) -> nn.Module:
         )
     from rgp.models import SmallCNN, wrn
 
-    if name == "small-cnn":
-        if min(shape[1:]) < 8:
+    if name in ("small-cnn", "tiny-cnn"):
+        stride = 2 if name == "tiny-cnn" else 1
+        least = 8 * stride
+        if min(shape[1:]) < least:
             raise ConfigError(
-                [f"model.name = small-cnn: needs images of at least 8 x 8; these are {shape[1]} x {shape[2]}"]
+                [f"model.name = {name}: needs images of at least {least} x {least}; these are {shape[1]} x {shape[2]}"]
             )
-        return SmallCNN(num_classes=data.classes, in_channels=shape[0], width=width or 32)
-    return wrn(name, num_classes=data.classes, in_channels=shape[0])
+        return SmallCNN(num_classes=data.classes, in_channels=shape[0], width=width or 32, stride=stride)
+    return wrn(
+        name,
+        num_classes=data.classes,
+        in_channels=shape[0],
+        affine=config.model.affine,
+        weight_standardization=config.model.weight_standardization,
+    )
 
 
 def _transformers(config: Config) -> Any:
@@ -194,6 +205,21 @@ def make_method(config: MethodConfig) -> Any:
     return METHODS[config.name](**given, head_scale=config.head_scale, overrides=config.overrides)
 
 
+def make_clip(config: TrainingConfig) -> Any:
+    """What `privatize` takes as clip."""
+    if isinstance(config.clip, dict):
+        return rgp.GroupClip(config.clip)
+    if config.clip is None or config.clipping == "flat":
+        return config.clip
+    return rgp.AutoClip(config.clip) if config.clipping == "auto" else rgp.AdaptiveClip(config.clip, config.quantile)
+
+
+def make_augment(config: TrainingConfig) -> Callable[[Any], Any] | None:
+    from rgp.data.augment import crop_and_flip
+
+    return crop_and_flip if config.augment == "crop-flip" else None
+
+
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     settings, parameters = config.optimizer, list(model.parameters())
     if settings.name == "sgd":
@@ -214,6 +240,8 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) 
         if step < rising:
             return (step + 1) / rising
         done = (step - rising) / max(1, steps - rising)
+        if settings.schedule == "steps":
+            return 0.1 ** sum(done >= at for at in (0.3, 0.6, 0.8))
         return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.schedule]
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -236,7 +264,11 @@ def example_losses(
     model: nn.Module, dataset: Any, *, collate_fn: Any, device: torch.device, batch_size: int
 ) -> tuple[Tensor, Tensor]:
     """(loss, whether the answer was right) of every example, in evaluation mode."""
-    loader = torch.utils.data.DataLoader(dataset, batch_size=batch_size, collate_fn=collate_fn)
+    lengths = torch.as_tensor(getattr(dataset, "lengths", [0] * len(dataset)))
+    order = torch.argsort(lengths, descending=True, stable=True)  # texts of similar length together: less padding
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.Subset(dataset, order.tolist()), batch_size=batch_size, collate_fn=collate_fn
+    )
     modes = {module: module.training for module in model.modules()}
     model.eval()
     losses, right = [], []
@@ -248,4 +280,5 @@ def example_losses(
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return torch.cat(losses), torch.cat(right)
+    back = torch.argsort(order)
+    return torch.cat(losses)[back], torch.cat(right)[back]

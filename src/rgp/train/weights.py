@@ -27,6 +27,8 @@ def publish(folder: RunFolder, settings: Config, parts: Parts, made: dict[str, A
         about = {
             "name": settings.model.name,
             "width": settings.model.width,
+            "affine": settings.model.affine,
+            "weight_standardization": settings.model.weight_standardization,
             "classes": parts.data.classes,
             "shape": list(parts.data.shape),
             "labels": list(parts.data.label_names),

@@ -1,0 +1,176 @@
+"""Canaries: what is put into the training data by the toss of a coin, and how they are recognised afterwards.
+
+All M canaries are rows of the audit's data set, after the real ones, so N, the sampling rate and the divisor do not tell
+how the coins fell. A canary that was left out contributes exactly zero, which is what a row that is not there contributes.
+
+White-box   a canary is a vector of norm C in the released coordinates, put in the place of its row's gradient after capture
+            and before clipping. Its score is the sum over the steps of its inner product with the noisy release.
+Black-box   a canary is an input of its own: a noise image, or a text of random tokens, with a random label. Its score is
+            by how much its loss fell during training.
+
+Shapes: M canaries, D released coordinates, w = D // M of them per canary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rgp.clipping import Gradients
+from rgp.engine import Run
+from rgp.slots import DeferredSlot, Slot
+
+
+class Coins:
+    """Which of M canaries are included, each with probability 1/2."""
+
+    def __init__(self, canaries: int, rng: np.random.Generator) -> None:
+        self.included = rng.random(canaries) < 0.5
+
+    def __len__(self) -> int:
+        return len(self.included)
+
+
+class WithCanaries:
+    """A data set of the rows `real`, then one item per canary."""
+
+    def __init__(self, real: Sequence[Any], canaries: Sequence[Any]) -> None:
+        self.real, self.canaries = real, canaries
+
+    def __len__(self) -> int:
+        return len(self.real) + len(self.canaries)
+
+    def __getitem__(self, index: int) -> Any:
+        size = len(self.real)
+        return self.real[index] if index < size else self.canaries[index - size]
+
+
+def blank(item: Any) -> Any:
+    """An input of the same shape that says nothing."""
+    if isinstance(item, Mapping):
+        kept = ("attention_mask", "token_type_ids")  # without any token to attend to, softmax gives NaN
+        return {name: value if name in kept else blank(value) for name, value in item.items()}
+    if isinstance(item, (tuple, list)):
+        return type(item)(blank(part) for part in item)
+    if isinstance(item, (Tensor, np.ndarray)):
+        return item * 0
+    return type(item)(0)
+
+
+def made_input(item: Any, classes: int, rng: np.random.Generator, vocabulary: int | None) -> Any:
+    """An input shaped like `item` that nobody has: noise, or random tokens, with a random label."""
+    label = int(rng.integers(classes))
+    if isinstance(item, Mapping):
+        ids = item["input_ids"]
+        assert vocabulary is not None
+        tokens = rng.integers(vocabulary, size=len(ids))
+        made = torch.as_tensor(tokens, dtype=ids.dtype) if isinstance(ids, Tensor) else tokens.tolist()
+        return {**item, "input_ids": made, "labels": _like(item["labels"], label)}
+    x, y = item
+    noise = torch.from_numpy(rng.standard_normal(tuple(x.shape), dtype=np.float32)).to(x.dtype)
+    return noise, _like(y, label)
+
+
+def _like(old: Any, value: int) -> Any:
+    return torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
+
+
+class Watcher:
+    """Sits in the engine's two seams: leaves out what the coins left out, and keeps the scores of vector canaries."""
+
+    def __init__(self, run: Run, coins: Coins, first: int, *, norm: float | None, rng: np.random.Generator) -> None:
+        """first: the index of the first canary among the rows. norm: of the vectors, in multiples of C; None: no vectors."""
+        self.run, self.coins, self.first, self.norm = run, coins, first, norm
+        self.scores = np.zeros(len(coins))
+        self._rng = rng
+        self._where: dict[str, slice] | None = None
+        run._inject = self.inject
+        if norm is not None:
+            run._observe = self.observe
+
+    # ------------------------------------------------------------------ before clipping
+
+    @torch.no_grad()
+    def inject(self, gradients: Gradients, indices: list[int]) -> None:
+        rows = gradients.rows()
+        canaries = [(i, index - self.first) for i, index in enumerate(indices) if index >= self.first]
+        if not canaries:
+            return
+        mask = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        if self.norm is None:
+            mask[[i for i, k in canaries if not self.coins.included[k]]] = True
+        else:
+            mask[[i for i, _ in canaries]] = True
+        slots: list[Slot] = list(self.run._slots.values())
+        for slot in slots:
+            if isinstance(slot, DeferredSlot):
+                if bool(mask.any()):
+                    slot.drop(mask)
+            elif not slot.filled:
+                rows[:, gradients.where[slot.entry.name]] = 0
+                slot.filled = True
+        rows[mask] = 0
+        if self.norm is None:
+            return
+        self._lay_out(gradients, rows)
+        inside = [(i, k) for i, k in canaries if self.coins.included[k]]
+        if not inside:
+            return
+        at = torch.tensor([i for i, _ in inside], device=rows.device)
+        chosen = torch.tensor([k for _, k in inside], device=rows.device)
+        clip = self.run.clip_norm
+        assert clip is not None
+        values = self._signs[chosen] * (self.norm * clip / self._width**0.5)
+        places = self._places[chosen]
+        here = places < rows.shape[1]  # the columns past the buffer belong to deferred slots
+        if bool(here.all()):
+            rows[at[:, None], places] = values.to(rows.dtype)
+            return
+        rows[at[:, None].expand_as(places)[here], places[here]] = values[here].to(rows.dtype)
+        for slot in slots:
+            if isinstance(slot, DeferredSlot):
+                columns = gradients.where[slot.entry.name]
+                mine = (places >= columns.start) & (places < columns.stop)
+                part = rows.new_zeros(len(rows), slot.entry.size)
+                part[at[:, None].expand_as(places)[mine], places[mine] - columns.start] = (
+                    values[mine].to(rows.dtype) / slot.entry.scale
+                )
+                slot.add_dense(part.view(len(rows), *slot.entry.shape))
+
+    def _lay_out(self, gradients: Gradients, rows: Tensor) -> None:
+        """Random coordinates with random signs, no coordinate twice: the canaries are orthogonal to each other."""
+        if self._where is not None:
+            if gradients.where != self._where:
+                raise ValueError(
+                    "the released coordinates changed from one step to the next (sides: alternate), so no fixed vector is a "
+                    "canary in all of them; audit with method.sides=both, left or right."
+                )
+            return
+        self._where = dict(gradients.where)
+        coordinates = np.concatenate([np.arange(c.start, c.stop) for c in gradients.where.values()])
+        count = len(self.coins)
+        self._width = len(coordinates) // count
+        if self._width < 1:
+            raise ValueError(
+                f"--canaries {count} is more than the {len(coordinates)} released coordinates of this model and method: "
+                "orthogonal canaries need one each. Take fewer of them, a larger rank or a larger model."
+            )
+        places = self._rng.permutation(coordinates)[: count * self._width].reshape(count, self._width)
+        signs = self._rng.integers(0, 2, size=places.shape) * 2.0 - 1.0
+        self._places = torch.from_numpy(places).to(rows.device)
+        self._signs = torch.from_numpy(signs.astype(np.float32)).to(rows.device)
+
+    # ------------------------------------------------------------------ after the noise
+
+    @torch.no_grad()
+    def observe(self, step: int, noisy: Tensor) -> None:
+        if self._where is None:
+            return  # no canary was drawn so far: nothing to see
+        clip = self.run.clip_norm
+        assert clip is not None
+        products = (noisy[self._places].double() * self._signs).sum(1) / (clip * self._width**0.5)
+        self.scores += products.cpu().numpy()

@@ -1,0 +1,63 @@
+"""A trained parameter that does not move is an error: noise was paid for it, and the optimizer left it alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rgp.errors import WrongUseError
+
+ENTRIES = 256  # of each parameter are looked at; noise reaches all of them
+
+
+class Moves:
+    """Looks at each trained parameter until it was seen to move, which is the first step as a rule."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        self._optimizer, self._scheduler = optimizer, scheduler
+        still = scheduler is None and all(float(g.get("lr", 1.0)) == 0 for g in optimizer.param_groups)
+        self.waiting = {} if still else dict(parameters)  # a learning rate of 0 throughout is meant: audits do that
+        self._before: dict[str, tuple[Tensor, int]] = {}
+
+    def before(self) -> None:
+        if self.waiting:
+            with torch._C.DisableTorchFunction():
+                self._before = {
+                    n: (p.detach().flatten()[:ENTRIES].clone(), p._version) for n, p in self.waiting.items()
+                }
+
+    def after(self) -> None:
+        """WrongUseError for a parameter that got noise and was not touched. One that was touched and is the same, by a
+        learning rate of 0 in a warm-up or by rounding, is looked at again."""
+        if not self.waiting:
+            return
+        with torch._C.DisableTorchFunction():
+            for name, (old, version) in self._before.items():
+                parameter = self.waiting[name]
+                if not torch.equal(old, parameter.detach().flatten()[:ENTRIES]):
+                    del self.waiting[name]
+                elif parameter._version == version or (self._scheduler is None and self._rate(parameter) == 0):
+                    raise WrongUseError(
+                        f"parameter {name!r} is trained by the plan, got its noise, and did not move: "
+                        f"{type(self._optimizer).__name__}.step() left it alone, or its learning rate is 0. Freeze it with "
+                        "the method's overrides, or let the optimizer update it."
+                    )
+        self._before = {}
+
+    def warn(self) -> None:
+        if self.waiting:
+            warnings.warn(
+                f"{len(self.waiting)} trained parameters did not move in the whole run, though noise was paid for them: "
+                f"{', '.join(list(self.waiting)[:5])}. Their learning rate was 0, or every update was lost in rounding."
+            )
+
+    def _rate(self, parameter: Tensor) -> float:
+        return next(
+            float(group.get("lr", 1.0))
+            for group in self._optimizer.param_groups
+            if any(p is parameter for p in group["params"])
+        )

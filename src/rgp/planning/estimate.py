@@ -1,0 +1,361 @@
+"""A question -> the plan: memory, flops, traffic and noise of a run, method beside method."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from rgp import accounting, methods
+from rgp.plan import Entry, Plan, make_plan
+from rgp.planning import models
+from rgp.planning.lora import add_lora
+from rgp.planning.step import (
+    DEVICES,
+    EVERY_MICROBATCH,
+    OPTIMIZERS,
+    Cost,
+    extrapolate,
+    plain_step,
+    private_step,
+    stack_of_layers,
+)
+
+METHODS = ("rgp", "dpsgd", "dpsgd-ghost", "dp-lora", "plain")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RESERVE = 0.1  # of a device's memory, for what no plan sees: its context, workspaces of libraries, fragmentation
+DEPTHS = (4, 5)  # layers that stand for a deeper stack: first, second, inner and last, then one more
+DEEP = 12  # stacks of more layers are not gone through one by one
+_UNITS = {"": 1, "B": 1, **{f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}}
+_UNITS |= {f"{u}IB": 1024**i for i, u in enumerate("KMGT", 1)}
+
+
+def bytes_from(text: str) -> int:
+    """Bytes of "24GB" (10^9), "24GiB" (2^30) or a plain number."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or match[1].count(".") > 1 or not float(match[1]) > 0:
+        raise ValueError(f"memory={text!r} is not a size: write 24GB or 24GiB")
+    return int(float(match[1]) * unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked. The defaults fine-tune BERT-base on SST-2's size.
+
+    >>> plan(Question(model="bert-base", rank=8, against=()))["noise_dimensions"]
+    1458370
+    """
+
+    model: str = "bert-base"
+    """bert-base, minilm, wrn28-4, llama-1b, llama-8b, llama-70b, a folder, a hub id, or module:function."""
+    method: str = "rgp"
+    """Whose layers, noise and trained parameters stand at the top: one of METHODS."""
+    against: tuple[str, ...] = METHODS
+    """Methods beside it."""
+    rank: int = 8
+    """Of the carriers, and of DP-LoRA's factors."""
+    sides: str = "both"
+    source: str = "history"
+    """Where carriers come from; history keeps a second copy of the carried weights."""
+    batch: int = 1024
+    """Expected examples of a logical batch, over all ranks."""
+    microbatch: int = 32
+    """Examples that go through the model at once, on each rank."""
+    seq: int = 128
+    dataset_size: int = 67349
+    epochs: float = 3
+    epsilon: float = 8.0
+    delta: float | None = None
+    world_size: int = 1
+    """Ranks that share a batch."""
+    sharded: bool = False
+    """Weights, optimizer state and full-size gradients spread over the ranks, and gathered a layer at a time."""
+    memory: int | None = None
+    """Bytes of one device."""
+    dtype: str = "float32"
+    """Of the weights; the sum that is released is float32 in any case."""
+    optimizer: str = "adamw"
+    device: str = "gpu"
+    """gpu or cpu: which form attention, dropout and the optimizer take."""
+    task: str = "classification"
+    labels: int = 2
+    checkpointing: bool = False
+    """Layers keep their input only and run again in the backward pass."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("method", METHODS),
+            ("dtype", tuple(DTYPES)),
+            ("optimizer", tuple(OPTIMIZERS)),
+            ("device", DEVICES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
+        for name in self.against:
+            if name not in METHODS:
+                raise ValueError(f"against={name!r} must be among {', '.join(METHODS)}")
+        for name in ("rank", "batch", "microbatch", "seq", "dataset_size", "world_size", "labels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.batch > self.dataset_size:
+            raise ValueError(f"batch={self.batch} must be at most dataset_size={self.dataset_size}")
+        if self.batch < self.world_size:
+            raise ValueError(f"batch={self.batch} must be at least world_size={self.world_size}")
+        if self.sharded and self.world_size == 1:
+            raise ValueError("sharded needs world_size of at least 2: there is nothing to share with one rank")
+        if self.source == "public":
+            raise ValueError("source='public' needs public data, which a plan has not; take history, weight or random")
+
+    @property
+    def share(self) -> int:
+        """Expected examples of a logical batch on one rank."""
+        return math.ceil(self.batch / self.world_size)
+
+
+class Contender:
+    """One method's plan and costs."""
+
+    def __init__(self, name: str, question: Question, subject: models.Subject) -> None:
+        self.name, self.question, self.subject = name, question, subject
+        self._costs: dict[int, Cost] = {}
+
+    @property
+    def method(self) -> methods.Method:
+        if self.name == "rgp":
+            q = self.question
+            return methods.RGP(rank=q.rank, sides=q.sides, source=q.source, warmup_steps=0)
+        return methods.NonPrivate() if self.name == "plain" else methods.DPSGD()
+
+    def build(self, depth: int | None = None) -> nn.Module:
+        model = self.subject.build(depth)
+        if self.name == "dp-lora":
+            add_lora(model, make_plan(model, methods.RGP(rank=self.question.rank)))
+        return model
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        return self.build()
+
+    @cached_property
+    def plan(self) -> Plan:
+        return make_plan(self.whole, self.method)
+
+    @property
+    def trainable(self) -> int:
+        return sum(e.size for e in self.plan.trained)
+
+    @property
+    def noise_dimensions(self) -> int:
+        return 0 if self.name == "plain" else sum(noise_dimensions(e, self.question.sides) for e in self.plan)
+
+    @property
+    def released(self) -> int:
+        """Numbers that ranks add up: thin carrier gradients, or whole gradients."""
+        sides = {"left": (1, 0), "right": (0, 1), "alternate": (0.5, 0.5)}.get(self.question.sides, (1, 1))
+        sizes = [
+            e.rank * round(sides[0] * e.p + sides[1] * e.d) if e.treatment == "carried" else e.size
+            for e in self.plan.trained
+        ]
+        return sum(sizes)
+
+    def cost(self, m: int) -> Cost:
+        """One step with micro-batches of m."""
+        if m not in self._costs:
+            depth = self.subject.depth
+            if depth is None or depth <= DEEP:
+                self._costs[m] = self._step(None, m)
+            else:
+                low, high = (self._step(n, m) for n in DEPTHS)
+                self._costs[m] = extrapolate(low, high, (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
+        return self._costs[m]
+
+    def _step(self, depth: int | None, m: int) -> Cost:
+        q, model = self.question, self.build(depth)
+        given: dict[str, Any] = {"first": m >= q.share, "optimizer": q.optimizer, "device": q.device}
+        if self.name == "plain":
+            return plain_step(model, self.subject, m, **given)
+        return private_step(model, self.subject, self.method, m, materialise=self.name == "dpsgd", **given)
+
+    # memory of one rank
+
+    def memory(self, m: int) -> dict[str, Any]:
+        cost = self.cost(m)
+        parts = {
+            "weights": cost.weights,
+            "initial": cost.initial,
+            "optimizer": cost.optimizer,
+            "gradients": cost.gradients,
+        }
+        if self.question.sharded:
+            parts = {name: -(-size // self.question.world_size) for name, size in parts.items()}
+        peaks = self._peaks(cost)
+        phase = max(peaks, key=lambda name: peaks[name])
+        return {
+            **parts,
+            "activations": cost.activations,
+            "per_example": cost.per_example,
+            "peak": peaks[phase],
+            "phase": phase.partition(":")[0],
+        }
+
+    def _peaks(self, cost: Cost) -> dict[str, int]:
+        if not self.question.sharded:
+            return cost.peaks
+        w = self.question.world_size
+        gathered = 2 * self._largest_layer  # the one in use and the one on its way
+        resident = cost.weights + cost.initial + cost.optimizer
+        if self.name in ("plain", "dpsgd", "dpsgd-ghost"):  # sums of full size are scattered; thin ones are not
+            resident += cost.accumulated
+        peaks = {}
+        for phase, peak in cost.peaks.items():
+            if phase.partition(":")[0] in (*EVERY_MICROBATCH, "carriers"):
+                peaks[phase] = peak - resident + resident // w + gathered
+            else:
+                peaks[phase] = (peak - cost.per_example) // w + cost.per_example + gathered
+        return peaks
+
+    @cached_property
+    def _largest_layer(self) -> int:
+        layers = [sum(p.nbytes for p in layer.parameters()) for layer in stack_of_layers(self.whole)]
+        return max([*layers, *(p.nbytes for p in self.whole.parameters())])
+
+    def largest_microbatch(self) -> int | None:
+        """The most examples at once that fit in the memory, less the reserve; 0 if not even one does."""
+        q = self.question
+        if q.memory is None:
+            return None
+        room = q.memory * (1 - RESERVE)
+        low, high = min(q.microbatch, q.share), 2 * min(q.microbatch, q.share)
+        for _ in range(6):  # from a line through two sizes to one that was itself counted
+            guess = self._on_line(low, high, room)
+            if guess == 0 or max(self._peaks(self.cost(guess)).values()) <= room:
+                return guess
+            low, high = (max(1, guess // 2), guess) if guess > 1 else (1, 2)
+            if guess == 1:
+                return 0
+        return max(1, guess // 2)
+
+    def _on_line(self, low: int, high: int, room: float) -> int:
+        one, two = self._peaks(self.cost(low)), self._peaks(self.cost(high))
+
+        def fits(m: int) -> bool:
+            at = (m - low) / (high - low)
+            return all(one[phase] + (two[phase] - one[phase]) * at <= room for phase in one)
+
+        inside, outside = 0, self.question.share + 1
+        while outside - inside > 1:
+            middle = (inside + outside) // 2
+            inside, outside = (middle, outside) if fits(middle) else (inside, middle)
+        return inside
+
+    # the network
+
+    def network_bytes(self, m: int) -> int:
+        """Sent by each rank in a step: a ring all-reduce sends its payload 2 (w - 1) / w times."""
+        q = self.question
+        size = DTYPES[q.dtype].itemsize if self.name == "plain" else 4
+        payload, passed = self.released * size, (q.world_size - 1) / q.world_size
+        if not q.sharded:
+            return round(2 * passed * payload)
+        gathers = 2 * math.ceil(q.share / m) * self.cost(m).weights  # for every forward and every backward pass
+        rounds = 1 if self.name in ("plain", "dpsgd", "dpsgd-ghost") else 2
+        return round(passed * (gathers + rounds * payload))
+
+
+def noise_dimensions(entry: Entry, sides: str) -> int:
+    """Dimensions in which a step's noise reaches the weight; with one side released it is the span of that side."""
+    if entry.treatment == "carried" and sides != "both":
+        width = {"left": entry.p, "right": entry.d, "alternate": (entry.p + entry.d) / 2}[sides]
+        return round(entry.rank * width)
+    return entry.noise_dimensions
+
+
+def signal_to_noise(batch: int, sigma: float, dimensions: int) -> float:
+    """B C / (sigma C sqrt(D)): the longest that the clipped sum can be, over the length of the noise to be expected.
+
+    An upper bound: it is reached only if every example's gradient has norm C or more and all point the same way.
+    """
+    return batch / (sigma * math.sqrt(dimensions))
+
+
+def plan(question: Question) -> dict[str, Any]:
+    """The plan, as `rgp plan --json` prints it."""
+    q = question
+    delta = accounting.default_delta(q.dataset_size) if q.delta is None else q.delta
+    accounting.check_delta(delta, q.dataset_size)
+    steps, rate = accounting.planned_steps(q.epochs, q.dataset_size, q.batch), q.batch / q.dataset_size
+    subject = models.find(
+        q.model,
+        task=q.task,
+        labels=q.labels,
+        seq=q.seq,
+        dtype=DTYPES[q.dtype],
+        checkpointing=q.checkpointing,
+    )
+    names = [name for name in METHODS if name in (q.method, *q.against)]
+    contenders = {name: Contender(name, q, subject) for name in names}
+    sigma = accounting.calibrate(epsilon=q.epsilon, delta=delta, sampling_rate=rate, steps=steps)
+    rows = [_row(contender, sigma) for contender in contenders.values()]
+    chosen = contenders[q.method]
+    top = next(row for row in rows if row["name"] == q.method)
+    return {
+        "model": q.model,
+        "method": q.method,
+        "parameters": sum(p.numel() for p in subject.build(None).parameters()),
+        "trainable": chosen.trainable,
+        **{key: top[key] for key in ("noise_dimensions", "noise_multiplier", "snr")},
+        "sampling_rate": rate,
+        "steps": steps,
+        "epsilon": None if q.method == "plain" else q.epsilon,
+        "delta": None if q.method == "plain" else delta,
+        "dataset_size": q.dataset_size,
+        "batch": q.batch,
+        "microbatch": min(q.microbatch, q.share),
+        "seq": q.seq,
+        "rank": q.rank,
+        "sides": q.sides,
+        "source": q.source,
+        "world_size": q.world_size,
+        "sharded": q.sharded,
+        "device": q.device,
+        "device_memory": q.memory,
+        "reserve": RESERVE,
+        "dtype": q.dtype,
+        "optimizer": q.optimizer,
+        "checkpointing": q.checkpointing,
+        "layers": [
+            {
+                "name": e.name,
+                "kind": e.kind,
+                "treatment": e.treatment,
+                "shape": list(e.shape),
+                "rank": e.rank,
+                "noise_dimensions": 0 if q.method == "plain" else noise_dimensions(e, q.sides),
+            }
+            for e in chosen.plan
+        ],
+        "methods": rows,
+    }
+
+
+def _row(contender: Contender, sigma: float) -> dict[str, Any]:
+    q = contender.question
+    m = min(q.microbatch, q.share)
+    private, dimensions = contender.name != "plain", contender.noise_dimensions
+    return {
+        "name": contender.name,
+        "trainable": contender.trainable,
+        "memory": contender.memory(m),
+        "flops_per_step": contender.cost(m).flops_of(q.batch / m, ranks=q.world_size),
+        "network_bytes_per_step": contender.network_bytes(m),
+        "noise_dimensions": dimensions,
+        "noise_multiplier": sigma if private else None,
+        "snr": signal_to_noise(q.batch, sigma, dimensions) if private else None,
+        "largest_microbatch": contender.largest_microbatch(),
+    }

@@ -1,0 +1,356 @@
+"""One logical step on the meta device under the tally: the real engine for private methods, a plain loop for plain training.
+
+What is looked at is an ordinary step late in a run: the optimizer has its state, and the micro-batch is not the first of
+its logical batch, so the sum of the earlier ones is there too.
+
+phases  carriers -> forward -> backward -> clipping -> release (noise, rebuilt gradients) -> optimizer
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rgp import engine, slots
+from rgp.methods import Method
+from rgp.norms import DenseUse
+from rgp.plan import Entry
+from rgp.planning.models import Subject
+from rgp.planning.tally import Tally, bytes_of
+from rgp.rules import conv, dropout
+
+_privatize = importlib.import_module("rgp.privatize")  # the package has a function of that name
+
+DEVICES = ("gpu", "cpu")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, **options: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, **options),
+    "adam": lambda parameters, **options: torch.optim.Adam(parameters, lr=1e-3, **options),
+    "adamw": lambda parameters, **options: torch.optim.AdamW(parameters, lr=1e-3, **options),
+}
+EVERY_MICROBATCH = ("forward", "backward", "clipping")  # phases that a step has once per micro-batch; others once
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes and flops of one step with one micro-batch; phase -> value where they differ by phase."""
+
+    peaks: dict[str, int]
+    flops: dict[str, int]
+    weights: int
+    initial: int  # W_0, which history carriers keep
+    optimizer: int
+    gradients: int  # .grad of all trained parameters when the optimizer steps
+    activations: int  # what the forward pass leaves for the backward pass
+    per_example: int  # buffer of per-example gradients, and what large exact parameters keep for theirs
+    accumulated: int  # the sum over earlier micro-batches
+    batch: int  # the micro-batch itself
+
+    def flops_of(self, microbatches: float, ranks: int = 1) -> int:
+        """Of a logical batch over all ranks: each finds the carriers and rebuilds the gradients for itself."""
+        once = sum(n for phase, n in self.flops.items() if phase.partition(":")[0] not in EVERY_MICROBATCH)
+        return round(ranks * once + microbatches * (sum(self.flops.values()) - once))
+
+
+def extrapolate(low: Cost, high: Cost, at: float) -> Cost:
+    """Every number on the line through `low` (at 0) and `high` (at 1)."""
+
+    def line(a: Any, b: Any) -> Any:
+        if isinstance(a, dict):
+            return {key: line(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
+        return round(a + (b - a) * at)
+
+    return Cost(**{key: line(getattr(low, key), getattr(high, key)) for key in low.__dataclass_fields__})
+
+
+# The step ----------------------------------------------------------------------------------------------------------
+
+
+def private_step(
+    model: nn.Module,
+    subject: Subject,
+    method: Method,
+    m: int,
+    *,
+    first: bool,
+    optimizer: str,
+    device: str,
+    materialise: bool = False,
+) -> Cost:
+    """A step of the real engine. `first`: the micro-batch is the only one of its logical batch.
+
+    materialise: store every exact parameter's per-example gradients, whatever their size.
+    """
+    batch, tally, accumulated = subject.batch(m), Tally(), 0
+    noted: dict[str, int] = {}
+    make_slot = _make_materialised if materialise else slots.make_slot
+    with warnings.catch_warnings(), _replaced(engine, make_slot=make_slot), _replaced(_privatize, check_model=_check):
+        warnings.simplefilter("ignore")
+        run = _privatize.privatize(
+            model,
+            _optimizer(model, optimizer, device),
+            range(m),
+            method=method,
+            noise_multiplier=1.0,
+            batch_size=m,
+            steps=2,
+            microbatch_size=m,
+            collate_fn=lambda _: batch,
+            scheduler=_AfterFirst(tally),
+            seed=0,
+            probe=False,
+        )
+    run._noise = _NoNoise(tally)
+    # an empty first step gives the optimizer its state
+    run._microbatches = lambda step: [list(range(m))] if step else []  # type: ignore[method-assign]
+
+    def after_backward(*_: Any) -> None:
+        noted["per_example"] = run.per_example_bytes + tally.live - noted["before"]
+        tally.enter("clipping")
+
+    run._inject = after_backward
+    _watch_optimizer(run.optimizer, tally, noted)
+    no_autocast = _replaced(torch, is_autocast_enabled=lambda *_: False)  # it does not know meta tensors
+    with tally, _Device(device), _replaced(dropout, **_dropout_on(device)), _marked_layers(model, tally), no_autocast:
+        _count_resident(model, [*run._initial.values(), *batch], tally)
+        for given in run:
+            if not first:
+                accumulated = bytes_of([run._gradients._sum()])
+            noted["before"] = tally.live
+            tally.enter("forward")
+            loss = subject.loss(model, given)
+            noted["activations"] = tally.live - noted["before"]
+            tally.enter("backward")
+            run.step(loss)
+            del loss
+    run.close()
+    return _cost(model, tally, noted, batch, list(run._initial.values()), run.optimizer, accumulated)
+
+
+def plain_step(model: nn.Module, subject: Subject, m: int, *, first: bool, optimizer: str, device: str) -> Cost:
+    """Ordinary training of the same parameters: gradients of the micro-batches add up in .grad."""
+    batch, tally = subject.batch(m), Tally()
+    noted: dict[str, int] = {}
+    chosen = _optimizer(model, optimizer, device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    accumulated = 0 if first else bytes_of(trained)
+    with tally, _Device(device), _marked_layers(model, tally):
+        _count_resident(model, batch, tally)
+        _zero_gradients(trained)
+        chosen.step()
+        chosen.zero_grad()
+        _AfterFirst(tally).step()
+        _watch_optimizer(chosen, tally, noted)
+        if not first:
+            _zero_gradients(trained)
+        noted["before"] = tally.live
+        tally.enter("forward")
+        loss = subject.loss(model, batch)
+        noted["activations"] = tally.live - noted["before"]
+        tally.enter("backward")
+        loss.backward()
+        del loss
+        chosen.step()
+        chosen.zero_grad()
+    noted["per_example"] = 0
+    return _cost(model, tally, noted, batch, [], chosen, accumulated)
+
+
+def _cost(model, tally, noted, batch, initial, optimizer, accumulated) -> Cost:
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return Cost(
+        peaks={phase: peak for phase, peak in tally.peaks.items() if phase != "setup"},
+        flops=dict(tally.flops),
+        weights=bytes_of([*model.parameters(), *model.buffers()]),
+        initial=bytes_of(initial),
+        optimizer=bytes_of(state),
+        gradients=noted["gradients"],
+        activations=noted["activations"],
+        per_example=noted["per_example"],
+        accumulated=accumulated,
+        batch=bytes_of(batch),
+    )
+
+
+def _count_resident(model: nn.Module, others: Sequence[Tensor], tally: Tally) -> None:
+    for tensor in (*model.parameters(), *model.buffers(), *others):
+        tally.count(tensor)
+
+
+def _zero_gradients(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def _optimizer(model: nn.Module, name: str, device: str) -> torch.optim.Optimizer:
+    # torch's own choice: all tensors together on a GPU, one after the other on a CPU
+    return OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad], foreach=device == "gpu")
+
+
+def _watch_optimizer(optimizer: torch.optim.Optimizer, tally: Tally, noted: dict[str, int]) -> None:
+    def before(*_: Any) -> None:
+        noted["gradients"] = bytes_of(p.grad for group in optimizer.param_groups for p in group["params"])
+        tally.enter("optimizer")
+
+    optimizer.register_step_pre_hook(before)
+
+
+class _Materialised(slots.DeferredSlot):
+    """A large exact parameter as hooks treat it: formed in the backward pass, kept until the clip factors are known."""
+
+    def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
+        self.add_dense(torch.bmm(left.transpose(1, 2), right))
+
+    def add_use(self, use: Any) -> None:
+        if isinstance(use, conv.ConvUse):
+            patches = conv._grouped(use.geometry.patches(use.x), use.geometry.groups)
+            use = DenseUse(torch.matmul(conv._grouped(use.g, use.geometry.groups), patches.transpose(-1, -2)))
+        super().add_use(use)
+
+    def squared_norms(self) -> tuple[Tensor, Tensor]:
+        norms = [torch.linalg.vector_norm(use.gradients.flatten(1), dim=1) for use in self.uses]  # type: ignore[attr-defined]
+        squares = torch.stack(norms).double().square().sum(0)
+        return squares, squares
+
+
+def _make_materialised(entry: Entry, **options: Any) -> slots.Slot:
+    slot = slots.make_slot(entry, **options)
+    return _Materialised(entry) if isinstance(slot, slots.DeferredSlot) else slot
+
+
+class _AfterFirst:
+    """A scheduler, called after each step: what the first one cost is forgotten."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally, self._calls = tally, 0
+
+    def step(self) -> None:
+        self._calls += 1
+        if self._calls == 1:
+            self._tally.peaks.clear()
+            self._tally.flops.clear()
+            self._tally.enter("carriers")
+
+
+class _NoNoise:
+    """Noise is drawn a few megabytes at a time: no memory to speak of, and no flops that are counted."""
+
+    replayable = True
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+
+    def add(self, total: Tensor, *, std: float, step: int, attempt: int) -> None:
+        self._tally.enter("release")
+
+
+# What the device decides ---------------------------------------------------------------------------------------------
+
+
+class _Device(TorchFunctionMode):
+    """Attention and dropout as the device would run them: meta tensors alone would take the slowest form of both.
+
+    Attention is fused (no T x T matrix is kept) on a GPU, and on a CPU without dropout. Dropout keeps a byte an entry on
+    a GPU, a float on a CPU.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._gpu = device == "gpu"
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(func, *args, **kwargs)
+        if func is F.dropout and self._gpu:
+            return _dropout_on_gpu(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(self, func, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **kwargs):
+        if dropout_p > 0 and not self._gpu:
+            return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=kwargs.get("scale"))[0]
+
+
+def _dropout_on_gpu(func, input, p=0.5, training=True, inplace=False):
+    if not training or p == 0 or inplace:
+        return func(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _dropout_on(device: str) -> dict[str, Any]:
+    """The engine's own dropout, which it has for CPUs only, for meta tensors; without drawing bits."""
+
+    def fast(x: Tensor, p: float) -> bool:
+        return device == "cpu" and dropout.SMALLEST <= p <= 1 - dropout.SMALLEST
+
+    def mask(x: Tensor, threshold: int) -> Tensor:
+        return torch.empty(x.shape, dtype=torch.int16, device=x.device) >= threshold
+
+    return {"_fast": fast, "_mask": mask}
+
+
+def _check(model: nn.Module, *, check: Callable[[nn.Module], None] = _privatize.check_model) -> None:
+    """The engine's own check of a model, save that it may have no weights."""
+    try:
+        check(model)
+    except ValueError as error:
+        if "meta device" not in str(error):
+            raise
+
+
+@contextmanager
+def _replaced(module: Any, **attributes: Any) -> Iterator[None]:
+    """Attributes of a module, for a while: where the engine decides by size, device or weights that a plan has not."""
+    before = {name: getattr(module, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+# Layers --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _marked_layers(model: nn.Module, tally: Tally) -> Iterator[None]:
+    """Split the backward phase at the first, second and last of a stack of layers.
+
+    As layers are added each of these peaks grows by a constant; the highest of them need not.
+    """
+    layers = stack_of_layers(model)
+
+    def mark(layer: int) -> Callable[..., None]:
+        place = {len(layers) - 1: "last", 0: "first", 1: "second"}.get(layer, "inner")
+
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if isinstance(hidden, Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda _: tally.enter(f"backward:{place}"))
+
+        return hook
+
+    hooks = [layer.register_forward_hook(mark(i)) for i, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def stack_of_layers(model: nn.Module) -> list[nn.Module]:
+    """The longest ModuleList: the layers of a transformer."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
