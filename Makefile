@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint torture gpu-check clean
+.PHONY: setup demo test lint torture mutants gpu-check clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +32,9 @@ test: lint
 
 torture: setup  # kill a training process at 50 random moments
 	$(BIN)/python tests/torture/kill.py --kills 50
+
+mutants: setup  # break the mechanism in one place at a time, and show which test notices; writes docs/mutants.md
+	$(BIN)/python tests/mutants/run.py --jobs 2
 
 gpu-check: setup  # for the owner of a GPU; writes a note into benchmarks/
 	$(BIN)/pip install --quiet --constraint constraints.txt '.[bench]'

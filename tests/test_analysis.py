@@ -173,6 +173,13 @@ def test_preset_json_and_early_stop(tmp_path):
     assert numbers["config"]["method"]["sides"] == "left"
 
 
+def test_a_training_that_diverges_has_nothing_to_measure(tmp_path):
+    result = rgp("analyze", "--preset", "digits-rgp", *sets("optimizer.lr=1e30"), "--steps", 5, "--out", tmp_path / "a")
+    assert result.exit_code == 0, result.output
+    numbers = json.loads((tmp_path / "a" / "analysis.json").read_text())
+    assert numbers["matrices"][0]["stable_rank"][0] > 1 and numbers["matrices"][0]["stable_rank"][-1] is None
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

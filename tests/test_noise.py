@@ -299,6 +299,14 @@ def test_steps_and_parameters_of_a_run_are_independent():
         check_independent(first[a], first[b])
 
 
+def test_the_noise_of_L_and_R_is_independent():
+    (step,) = noise_of_run(rgp.RGP(rank=8))
+    for name, p, d in (("0.weight", 100, 50), ("2.weight", 80, 100)):
+        both = step[name]
+        assert len(both) == 8 * (p + d)
+        check_independent(both[: 8 * p], both[8 * p :])
+
+
 def test_seeds_and_secure_noise():
     a, b, c = (noise_of_run(rgp.DPSGD(), seed=s)[0]["0.weight"] for s in (1, 1, 2))
     assert np.array_equal(a, b)

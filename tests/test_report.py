@@ -249,6 +249,16 @@ def test_bounds_are_rounded_up():
     assert words.odds(1e-5) == "1 in 100,000" and words.odds(1 / 14380) == "1 in 14,000"
 
 
+def test_an_attack_that_finds_nothing_is_said_to_find_nothing():
+    from rgp.report.attacks import better_than_a_coin
+
+    good, bad = ({"success_rate": rate, "standard_error": 0.02} for rate in (0.56, 0.53))
+    assert better_than_a_coin([("a", bad), ("b", bad)]).startswith("No row here has more right guesses than a coin")
+    both = better_than_a_coin([("a", good), ("b", bad)])
+    assert "More right guesses than a coin has: a." in both and "No more than a coin: b." in both
+    assert "coin has: a, b." in better_than_a_coin([("a", good), ("b", good)]) and better_than_a_coin([("a", {})]) == ""
+
+
 def test_a_coin_is_what_delta_at_epsilon_zero_allows():
     mu = 1.3
     total_variation = math.erf(mu / 2 / math.sqrt(2))  # 2 Phi(mu/2) - 1, the distance of N(0, 1) and N(mu, 1)

@@ -42,8 +42,8 @@ cases, the method), made in a copy, and the test that fails on it and passes wit
 
 def prepare(folder: Path, edits: Sequence[tuple[str, str, str]]) -> None:
     """A copy of the project with the edits made; ValueError if a place is not there exactly once."""
-    for name in ("src", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "torture"))
+    for name in ("src", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "torture", "img"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     for file, old, new in edits:
         path = folder / "src" / "rgp" / file
@@ -120,6 +120,13 @@ def preload() -> None:
     for name in ("numpy", "pytest", "scipy.stats", "hypothesis", "safetensors.torch", "dp_accounting.pld", "randomgen"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        from hypothesis import Phase, settings
+
+        settings.register_profile(
+            "mutants", phases=(Phase.explicit, Phase.generate)
+        )  # a failure is enough: no shrinking
+        settings.load_profile("mutants")
     assert "rgp" not in sys.modules
     sys.dont_write_bytecode = True
 

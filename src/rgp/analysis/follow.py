@@ -116,6 +116,8 @@ class Probe:
         self.steps.append(run.step_index)
         for name, gradient in self.gradients(run).items():
             G = gradient.flatten(1).double()
+            if not bool(G.isfinite().all()):  # the training has diverged: nothing to measure
+                G = torch.zeros_like(G)
             entry = run.plan[name]
             row = self.matrices.setdefault(name, self._row(name, G, entry.treatment, entry.rank))
             U, V = spectra.principal(G, self.rank)
@@ -126,7 +128,7 @@ class Probe:
             found["self"].append(spectra.residual(G, U, V))
             before = self.earlier.get(name)
             found["historical"].append(None if before is None else spectra.residual(G, *before))
-            update = spectra.principal(moved, self.rank) if bool(moved.any()) else None
+            update = spectra.principal(moved, self.rank) if bool(moved.any() and moved.isfinite().all()) else None
             found["update"].append(None if update is None else spectra.residual(G, *update))
             self._carriers(row, run, name, G, U, V)
             self.earlier[name] = (U, V)

@@ -52,7 +52,7 @@ def audit(
     confidence: Annotated[float, typer.Option(help="With which the lower bound is one.")] = 0.95,
     guesses: Annotated[
         int | None,
-        typer.Option(help="Guess about so many canaries. Default: the best of five numbers, corrected for the choice."),
+        typer.Option(help="Guess about so many canaries. Default: the best of four numbers, corrected for the choice."),
     ] = None,
     canary_norm: Annotated[
         float, typer.Option(help="Norm of a white-box canary in multiples of C; above 1, clipping is audited too.")

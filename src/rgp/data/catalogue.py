@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Texts:
     text, label: columns, the first alternative that a file has is taken
     labels: names of the classes in the order of their numbers
     test: splits that serve as test set, the first that is there; GLUE's own test split has no labels
+    more: further test sets: name -> splits, the first that is there, if any
     """
 
     about: str
@@ -40,6 +41,7 @@ class Texts:
     label: tuple[str, ...]
     labels: tuple[str, ...]
     test: tuple[str, ...] = ("validation", "valid", "dev")
+    more: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hub: str = "nyu-mll/glue"
     hub_config: str
 
@@ -115,11 +117,12 @@ TEXTS = {
         hub_config="qqp",
     ),
     "mnli": Texts(
-        about="402,517 pairs of sentences that follow, contradict or neither (GLUE; tested on the matched part)",
+        about="402,517 pairs of sentences that follow, contradict or neither (GLUE)",
         text=[("premise", "hypothesis"), ("sentence1", "sentence2")],
         label=("label", "gold_label"),
         labels=("entailment", "neutral", "contradiction"),
         test=("validation_matched", "dev_matched", "validation", "valid", "dev"),
+        more={"mismatched": ("validation_mismatched", "dev_mismatched")},
         hub_config="mnli",
     ),
 }

@@ -11,6 +11,7 @@ from rgp.data import tables
 from rgp.data.catalogue import IMAGES, TEXTS, Texts
 from rgp.data.images import load_digits, load_folder, load_mat, load_npz
 from rgp.data.labels import index_labels
+from rgp.data.language import load_language
 from rgp.data.spec import Data, DataError, DataSpec, listing
 from rgp.data.splits import hold_out
 from rgp.data.text import check_texts, text_data
@@ -26,6 +27,8 @@ def load(spec: DataSpec) -> Data:
     (1438, 359, (1, 8, 8))
     """
     name = str(spec.name)
+    if spec.unit is not None:
+        return load_language(spec)
     if name == "digits":
         return load_digits(spec)
     if name in IMAGES:
@@ -108,8 +111,11 @@ def _load_tables(path: Path, spec: DataSpec, entry: Texts | None) -> Data:
                 f"it holds {listing(sorted(p.name for p in path.iterdir()))}."
             )
         files = [train] if test is None else [train, test]
+        further = {name: _split_file(path, splits) for name, splits in (entry.more if entry else {}).items()}
+        more = {name: file for name, file in further.items() if file is not None}
+        files += more.values()
     else:
-        files = [path]
+        files, more = [path], {}
     read = [tables.read_table(file) for file in files]
     text_choices = [spec.text_columns] if spec.text_columns else entry.text if entry else [("text",), ("sentence",)]
     label_choices = [(spec.label,)] if spec.label else [(name,) for name in (entry.label if entry else ("label",))]
@@ -124,7 +130,7 @@ def _load_tables(path: Path, spec: DataSpec, entry: Texts | None) -> Data:
         rows = hold_out(len(labels[0]), spec.held_out, spec.seed, str(path))
         texts = [[[column[i] for i in part] for column in texts[0]] for part in rows]
         labels = [labels[0][part] for part in rows]
-    return text_data(list(zip(texts, labels, strict=True)), names, str(path), len(files) == 2, spec)
+    return text_data(list(zip(texts, labels, strict=True)), names, str(path), len(files) > 1, spec, list(more))
 
 
 def _split_file(folder: Path, names: tuple[str, ...]) -> Path | None:

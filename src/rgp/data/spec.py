@@ -27,6 +27,8 @@ class DataSpec:
     folder: where built-in data sets are kept; by default $RGP_DATA, or a folder in the user's cache
     tokenizer: for text: name or folder of a Hugging Face tokenizer, or such a tokenizer
     max_length: tokens of a text that are kept
+    unit: for language models: what one example is, "document", "line" or "block" (see data/language.py); None for classifiers
+    block: tokens of a block
     image_size: for image folders and the hub: height and width to which images are brought; by default all must agree
     """
 
@@ -38,6 +40,8 @@ class DataSpec:
     folder: str | os.PathLike[str] | None = None
     tokenizer: Any = None
     max_length: int = 128
+    unit: str | None = None
+    block: int = 128
     image_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +53,10 @@ class DataSpec:
             raise DataError(f"seed={self.seed} must be 0 or more.")
         if self.max_length < 1:
             raise DataError(f"max_length={self.max_length} must be 1 or more: it counts tokens.")
+        if self.unit not in (None, "document", "line", "block"):
+            raise DataError(f"unit={self.unit!r} must be 'document', 'line' or 'block', or None for a classifier.")
+        if self.block < 2:
+            raise DataError(f"block={self.block} must be 2 or more: it counts tokens.")
         if self.image_size is not None and self.image_size < 1:
             raise DataError(f"image_size={self.image_size} must be 1 or more: it counts pixels.")
         if isinstance(self.text, list):  # as configuration files have it
@@ -76,6 +84,8 @@ class Data:
     published_test: False if the test rows were held out of the training data by us
     public_constants: every number that preprocessing used; none was computed from the data
     label_names: what the classes 0, 1, ... are called
+    unit: what one example is, and with it what the guarantee protects
+    more_tests: further test sets by name, such as MNLI's "mismatched"
     """
 
     train: Any
@@ -88,6 +98,8 @@ class Data:
     published_test: bool
     public_constants: dict[str, Any]
     label_names: tuple[str, ...] = field(default=())
+    unit: str = "one row of the training data"
+    more_tests: dict[str, Any] = field(default_factory=dict)
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:

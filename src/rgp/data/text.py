@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from rgp.data.spec import Data, DataError, DataSpec
 
 _CHUNK = 4096
+IGNORED = -100  # a label that Hugging Face's losses leave out
 
 
 class TokenTexts(Dataset):
@@ -54,10 +55,10 @@ class Pad:
         length = max(len(item["input_ids"]) for item in items)
         batch = {}
         for key in items[0]:
-            if key == "labels":
+            if items[0][key].dim() == 0:
                 batch[key] = torch.stack([item[key] for item in items])
                 continue
-            batch[key] = torch.full((len(items), length), self.token if key == "input_ids" else 0)
+            batch[key] = torch.full((len(items), length), {"input_ids": self.token, "labels": IGNORED}.get(key, 0))
             for row, item in zip(batch[key], items, strict=True):
                 n = len(item[key])
                 row[length - n if self.left else 0 :][:n] = item[key]
@@ -70,13 +71,13 @@ def text_data(
     source: str,
     published: bool,
     spec: DataSpec,
+    more: Sequence[str] = (),
 ) -> Data:
-    """`parts`: for train and test, the text columns (one list of texts each) and the labels."""
+    """`parts`: for train, test and further tests (named in `more`): text columns (one list of texts each) and labels."""
     tokenizer = find_tokenizer(spec, source)
     sets = [TokenTexts(*_tokenise(tokenizer, texts, spec.max_length, source), labels) for texts, labels in parts]
-    known = (tokenizer.pad_token_id, getattr(tokenizer, "eos_token_id", None), 0)
-    token = next(token for token in known if token is not None)
-    train, test = sets
+    token = pad_token(tokenizer)
+    train, test, *further = sets
     return Data(
         train=train,
         test=test,
@@ -93,7 +94,13 @@ def text_data(
             "pad_token_id": token,
         },
         label_names=names,
+        more_tests=dict(zip(more, further, strict=True)),
     )
+
+
+def pad_token(tokenizer: Any) -> int:
+    known = (tokenizer.pad_token_id, getattr(tokenizer, "eos_token_id", None), 0)
+    return next(token for token in known if token is not None)
 
 
 def check_texts(columns: Sequence[Sequence[Any]], source: str) -> None:

@@ -85,6 +85,31 @@ def trade_off(
     return _svg(title, shown, parts, y_format)
 
 
+def roc_chart(title: str, series: Sequence[Series], *, smallest: float = 1e-4) -> Html:
+    """True- against false-positive rates, both axes logarithmic from `smallest` to 1; a thin diagonal is chance."""
+    series = [s for s in series if s.points]
+    if not series:
+        return Html("")
+    least = round(math.log10(smallest))
+    powers = [float(k) for k in range(least, 1)]
+    frame = Frame((float(least), 0.0), (float(least), 0.0))
+
+    def percent(power: float) -> str:
+        return f"{100 * 10**power:g}%"
+
+    def logged(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(math.log10(max(x, smallest)), math.log10(max(y, smallest))) for x, y in points]
+
+    parts = [_axes(frame, powers, powers, "false alarms", percent, percent)]
+    (x1, y1), (x2, y2) = frame.at(least, least), frame.at(0, 0)
+    parts.append(tag("line", x1=_px(x1), y1=_px(y1), x2=_px(x2), y2=_px(y2), class_="grid"))
+    for s in series:
+        pixels = [frame.at(x, y) for x, y in logged(s.points)]
+        path = " ".join(f"{'M' if i == 0 else 'L'}{_px(x)} {_px(y)}" for i, (x, y) in enumerate(pixels))
+        parts.append(tag("path", tag("title", s.name), d=path, class_=f"line s{s.colour % COLOURS}"))
+    return _svg(title, series, parts, lambda rate: f"{100 * rate:g}%")
+
+
 def ticks(low: float, high: float, *, outside: bool = True, most: float | None = None) -> list[float]:
     """Four to seven round numbers around (or, with `outside=False`, within) an interval, none above `most`."""
     if high - low < 1e-9 * max(1.0, abs(high)):
@@ -102,7 +127,12 @@ def ticks(low: float, high: float, *, outside: bool = True, most: float | None =
 
 
 def _axes(
-    frame: Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str, y_format: Callable[[float], str]
+    frame: Frame,
+    x_ticks: Sequence[float],
+    y_ticks: Sequence[float],
+    x_label: str,
+    y_format: Callable[[float], str],
+    x_format: Callable[[float], str] = lambda v: f"{v:,g}",
 ) -> Html:
     parts: list[Html] = []
     for value in y_ticks:
@@ -112,7 +142,7 @@ def _axes(
     for value in x_ticks:
         x, y = frame.at(value, frame.y[0])
         parts.append(tag("line", x1=_px(x), x2=_px(x), y1=_px(y), y2=_px(y + 4), class_="axis"))
-        parts.append(_text(f"{value:,g}", x, y + 17, "end" if x > _WIDTH - 24 else "middle"))
+        parts.append(_text(x_format(value), x, y + 17, "end" if x > _WIDTH - 24 else "middle"))
     bottom = _HEIGHT - _BOTTOM
     parts.append(tag("line", x1=_LEFT, x2=_px(frame.right), y1=bottom, y2=bottom, class_="axis"))
     parts.append(_text(x_label, (_LEFT + frame.right) / 2, _HEIGHT - 6, "middle"))

@@ -95,9 +95,33 @@ def _settings(run: Run, heading: str = "h2") -> Html:
         ("time per step", _per_step(run)),
         ("peak memory", words.size(run.number("peak_memory_bytes"))),
         ("seed", run.text("seed") or "from the operating system"),
+        *_promise_facts(run),
     ]
     pairs = [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts if value != "–"]
     return tag("section", tag(heading, "Cost and settings"), tag("dl", *pairs, class_="facts"))
+
+
+def _promise_facts(run: Run) -> list[tuple[str, str]]:
+    """What the privacy card says besides: so that the page and the card can be held against each other."""
+    head = run.text("ledger_head")
+    return [
+        ("privacy unit", "one row" if run.epsilon is not None else "–"),
+        ("neighbouring data sets", "one row added or removed" if run.epsilon is not None else "–"),
+        ("audited lower bound on ε", _audit(run)),
+        ("membership attack", "was run" if run.attack else "was not run"),
+        ("ledger head", f"{head[:16]}…" if head else "–"),
+        ("rgp", run.text("version") or "–"),
+    ]
+
+
+def _audit(run: Run) -> str:
+    audit = run.audit
+    if audit is None:
+        return "none was run" if run.epsilon is not None else "–"
+    low, proven, sure = (finite(audit.get(key)) for key in ("epsilon_lower", "epsilon_proven", "confidence"))
+    if low is None or proven is None or sure is None:
+        return "–"
+    return f"{low:.2f} at {sure:.0%} confidence ({audit.get('kind')}; {words.epsilon_text(proven)} was proven there)"
 
 
 def method_name(run: Run) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 from rgp._version import __version__
 from rgp.report import words
+from rgp.report.attacks import attacks
 from rgp.report.charts import COLOURS, Series, line_chart, trade_off
 from rgp.report.details import details, method_name
 from rgp.report.html import Html, items, join, table, tag
 from rgp.report.promise import promise, promises
-from rgp.report.runs import Run, finite
+from rgp.report.runs import Run
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STAMP = "Not covered by the guarantee — do not publish"
@@ -151,8 +152,8 @@ def _private(runs: Sequence[Run]) -> Html:
     key = next((k for k in ("training_loss", "loss") if any(run.curve(k) for run in runs)), "training_loss")
     figures.append(_chart("Training loss over steps", runs, key, words.plain, from_zero=True))
     figures = [figure for figure in figures if figure]
-    attacks = _attacks(runs)
-    if not figures and not attacks:
+    found = attacks(runs)
+    if not figures and not found:
         return Html("")
     return tag(
         "section",
@@ -165,46 +166,8 @@ def _private(runs: Sequence[Run]) -> Html:
         ),
         _legend(runs) if figures else "",
         tag("div", *figures, class_="two") if figures else "",
-        attacks,
+        found,
         class_="private",
-    )
-
-
-def _attacks(runs: Sequence[Run]) -> Html:
-    attacked = [run for run in runs if run.attack]
-    if not attacked:
-        return Html("")
-    rows = []
-    for run in attacked:
-        result = run.attack or {}
-        rate, error = finite(result.get("success_rate")), finite(result.get("standard_error"))
-        spread = f" ± {200 * error:.1f}" if error is not None else ""
-        unknown = "no limit" if run.epsilon is None else "–"
-        rows.append(
-            (
-                run.name,
-                f"{words.percent(rate)}{spread}",
-                words.ceiling(words.coin(run.meaning.mu)) if run.meaning else unknown,
-                words.percent(finite(result.get("tpr_at_0.01"))),
-                words.ceiling(run.meaning.tpr_at_1_percent) if run.meaning else unknown,
-                "–" if finite(result.get("auc")) is None else f"{result['auc']:.3f}",
-            )
-        )
-    counts = attacked[0].attack or {}
-    members, others = finite(counts.get("members")), finite(counts.get("nonmembers"))
-    return join(
-        tag("h3", "A real attack: who has a low loss is taken for a training row", style="margin-top:22px"),
-        table(
-            ("run", "guesses that were right", "promised limit", "found, 1 in 100 wrong", "promised limit", "AUC"), rows
-        ),
-        tag(
-            "p",
-            "50% is a coin. This is one simple attack: that it fails proves nothing, the promised limit does. "
-            + (f"{words.whole(members)} training rows against {words.whole(others)} others; " if members else "")
-            + "± is two standard errors.",
-            class_="note",
-            style="margin-top:10px",
-        ),
     )
 
 

@@ -84,6 +84,11 @@ def read_run(folder: Path) -> Run:
     audit = _json(folder / "audit.json") if (folder / "audit.json").is_file() else None
     plan = _json(folder / "plan.json") if (folder / "plan.json").is_file() else []
     means, problems = _guarantee(folder, summary)
+    if isinstance(audit, dict) and audit.get("broken"):
+        problems.append(
+            f"THE MECHANISM IS BROKEN: an audit of these settings found epsilon to be at least "
+            f"{audit.get('epsilon_lower'):.3f}, and {audit.get('epsilon_proven'):.3f} was promised there."
+        )
     return Run(
         name=folder.resolve().name,
         folder=folder,

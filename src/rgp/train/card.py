@@ -36,7 +36,7 @@ def summarize(
     parts: Parts,
     run: Run,
     *,
-    accuracy: float | None,
+    scores: dict[str, float],
     wall_seconds: float,
     step_seconds: float,
     peak_memory_bytes: int | None,
@@ -48,7 +48,8 @@ def summarize(
         "method": config.method.name,
         "dataset": config.data.name,
         "model": config.model.name,
-        "accuracy": accuracy,
+        "accuracy": scores.get("accuracy"),
+        **{name: value for name, value in scores.items() if name != "accuracy"},
         "accuracy_is_publishable": parts.published_test,
         "epsilon": spent if math.isfinite(spent) else None,
         "delta": settings.delta if private else None,
@@ -69,6 +70,7 @@ def summarize(
         "planned_steps": settings.steps,
         "training_rows": settings.dataset_size,
         "held_out_rows": len(parts.data.test),
+        "unit": parts.data.unit,
         "secure_noise": config.run.secure_noise,
         "releases": run.ledger.count,
         "ledger_head": run.ledger.head,
@@ -99,7 +101,7 @@ def make_card(config: Config, parts: Parts, run: Run, summary: dict[str, Any]) -
         "epsilon": summary["epsilon"],
         "delta": summary["delta"],
         "accountant": summary["accountant"],
-        "unit": "one row of the training data",
+        "unit": parts.data.unit,
         "neighbours": NEIGHBOURS,
         "sampling": {
             "kind": "Poisson",
@@ -126,7 +128,9 @@ def make_card(config: Config, parts: Parts, run: Run, summary: dict[str, Any]) -
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     if summary["accuracy_is_publishable"]:
-        card["accuracy"] = summary["accuracy"]  # on a published test split, which nobody asked to protect
+        for name in summary:  # on a published test split, which nobody asked to protect
+            if name == "perplexity" or (name.startswith("accuracy") and name != "accuracy_is_publishable"):
+                card[name] = summary[name]
     if private and settings.accountant == "pld":
         meaning = accounting.meaning(run.ledger.events(), delta=settings.delta)
         card["attack_bound"] = {"false_positive_rate": 0.01, "true_positive_rate": meaning.tpr_at_1_percent}
@@ -145,7 +149,7 @@ def card_text(card: dict[str, Any]) -> str:
     else:
         epsilon, delta = round_up(card["epsilon"]), card["delta"]
         lines += [
-            f"**Proven: ({epsilon}, {delta:g})-differential privacy** for one row of the training data.",
+            f"**Proven: ({epsilon}, {delta:g})-differential privacy** for {card['unit']}.",
             "",
             "Whether any one row was used or not, no outcome of this training, the weights here included, becomes more",
             f"than e^{epsilon} = {_big(math.exp(float(epsilon)))} times as likely, except with probability {delta:g}.",

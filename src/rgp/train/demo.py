@@ -88,10 +88,11 @@ def show_demo(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from rgp.report.attacks import better_than_a_coin
     from rgp.train.card import round_up
 
     table = Table(title="The same network, three ways to train it", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for column in ("accuracy", "epsilon", "time", "memory", "noise dimensions", "attack finds"):
         table.add_column(column, justify="right")
     for row in result["runs"]:
@@ -103,16 +104,17 @@ def show_demo(result: dict[str, Any]) -> None:
             f"{cost['step_seconds']:.1f} s",
             f"{cost['peak_memory_bytes'] / 2**20:.0f} MiB",
             f"{row['noise_dimensions']:,}",
-            f"{row['attack']['success_rate']:.1%}",
+            f"{row['attack']['success_rate']:.1%} ± {200 * row['attack']['standard_error']:.0f}",
             style="bold" if row["name"] == "rgp" else None,
         )
     first = result["runs"][0]
     console = Console(highlight=False)
     console.print(table)
+    attacked = better_than_a_coin([(NAMES[row["name"]], row["attack"]) for row in result["runs"]])
     console.print(
         f"accuracy: on {first['held_out_rows']} held-out images. time, memory: of the training steps alone; without "
         "privacy, of a plain PyTorch loop with as many. attack finds: right guesses about who was in the training "
-        "data; 50% is chance."
+        f"data, ± two standard errors; 50% is a coin. {attacked}That an attack fails proves nothing; epsilon does."
     )
     if result["report"] is not None:
         console.print(f"\nreport: [bold]{result['report']}[/]", soft_wrap=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import rgp
 from rgp import checkpoint
@@ -85,6 +84,7 @@ class Session:
         self.batch = settings.training.microbatch_size or min(settings.training.batch_size, 32)
         self.eval_every = settings.run.eval_every or max(1, round(parts.steps / 20))
         self.accuracy: float | None = None
+        self.scores: dict[str, float] = {}  # that and others: perplexity, accuracy on further test sets
         self.peak: int | None = None
         self.before = Clock()  # what earlier processes spent on this run
         self.step_seconds = 0.0
@@ -157,6 +157,7 @@ class Session:
         for row in folder.rows(folder.metrics) + folder.rows(folder.private):
             self.before = self.before.later(row)
             self.accuracy = row.get("accuracy", self.accuracy)
+            self.scores |= {k: v for k, v in row.items() if k.startswith("accuracy") or k == "perplexity"}
         self.progress.say(f"going on with {folder.path} after step {run.step_index} of {run.settings.steps}")
         return run
 
@@ -169,7 +170,8 @@ class Session:
         return (
             f"{words}, noise in {plan.noise_dimensions:,} dimensions\n"
             f"{self.config.method.name}: sampling rate {settings.rate(0):.4g}, noise multiplier "
-            f"{run.noise_multiplier:g}, clip {settings.clip(0):g}, delta {settings.delta:g}"
+            f"{run.noise_multiplier:g}, clip {settings.clip(0):g}, delta {settings.delta:g}\n"
+            f"privacy unit: {self.parts.data.unit}"
         )
 
     # ------------------------------------------------------------------ the loop
@@ -190,7 +192,7 @@ class Session:
             with Signals() as signals:
                 for batch in run:
                     logits, labels = setup.logits_and_labels(model, batch, parts.device)
-                    loss = F.cross_entropy(logits, labels)
+                    loss = setup.losses(logits, labels).mean()
                     run.step(loss)
                     seen.add(loss, len(labels), run)
                     if run.step_index > done:
@@ -222,14 +224,18 @@ class Session:
 
     def evaluate(self, run: Run, seen: Seen, epsilon: float | None, board: Board | None) -> None:
         """Accuracy on held-out rows: where anyone may see it if the rows are a published test split, apart if not."""
+        data = self.parts.data
         with run.averaged():
-            _, right = self.losses(self.parts.data.test)
-        self.accuracy = right.float().mean().item()
+            found = setup.scores(*self.losses(data.test), data.test, self.config)
+            if run.finished:
+                for name, test in data.more_tests.items():
+                    found[f"accuracy_{name}"] = setup.scores(*self.losses(test), test, self.config)["accuracy"]
+        self.accuracy, self.scores = found["accuracy"], found
         self.progress.accuracy(self.accuracy)
         at = {"step": run.step_index}
         public: dict[str, Any] = {**at, "epsilon": epsilon, "seconds": self.wall_seconds}
         private: dict[str, Any] = {**at, **seen.take()}
-        (public if self.parts.published_test else private)["accuracy"] = self.accuracy
+        (public if self.parts.published_test else private).update(found)
         public["step_seconds"] = self.before.steps + self.step_seconds
         for path, row in ((self.folder.metrics, public), (self.folder.private, private)):
             self.folder.append(path, row)
@@ -251,7 +257,7 @@ class Session:
             self.config,
             self.parts,
             run,
-            accuracy=self.accuracy,
+            scores=self.scores,
             wall_seconds=self.wall_seconds,
             step_seconds=self.before.steps + self.step_seconds,
             peak_memory_bytes=max(peaks, default=None),

@@ -11,11 +11,16 @@ import yaml
 
 from rgp.train.allowed import Allowed, choice, clips, columns, flag, number, ranks, string, treatments, whole
 
-METHODS = ("rgp", "rgp-random", "dpsgd", "dp-powersgd", "linear", "bitfit", "nonprivate", "powersgd", "residual-off")
+METHODS = (
+    *("rgp", "rgp-random", "dpsgd", "dp-powersgd", "dp-lora", "linear", "bitfit"),
+    *("nonprivate", "powersgd", "residual-off"),
+)
+OPTIMIZERS = ("sgd", "adam", "adamw", "adam-corrected")
 UNPROTECTED = ("nonprivate", "powersgd", "residual-off")  # comparisons that no noise goes with
 IMAGE_MODELS = ("small-cnn", "tiny-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-4", "wrn-28-4", "wrn-40-4")
 IMAGES = ("digits", "cifar10", "svhn", "mnist", "fashion_mnist")
 TEXTS = ("sst2", "qnli", "qqp", "mnli")
+WEIGHTS = ("minilm", "mpnet")  # fetched by `rgp data get`
 CARRIED = ("rank", "sides", "source", "warmup_steps", "power_iterations", "norm")  # keys of methods with carriers
 
 
@@ -38,6 +43,10 @@ class DataConfig:
     seed: int = key(0, whole(0), "which rows are held out; public")
     folder: str | None = key(None, string(), "where `rgp data get` put the data, if not in its usual place")
     max_length: int = key(128, whole(1), "tokens of a text; the rest is cut off")
+    unit: str | None = key(
+        None, choice("document", "line", "block"), "language models: what one example is, and what is protected"
+    )
+    block: int = key(128, whole(2), "language models: tokens of a block")
     image_size: int | None = key(None, whole(1), "height and width to which the images of a folder are brought")
 
 
@@ -46,6 +55,12 @@ class ModelConfig:
     name: str = key("small-cnn", string(), f"{', '.join(IMAGE_MODELS)}; a folder or hub name of a Hugging Face model")
     width: int | None = key(None, whole(8), "small-cnn, tiny-cnn: channels of the first layer (32); mlp: hidden units (128)")
     pretrained: bool = key(True, flag(), "Hugging Face: start from its weights, not from random ones")
+    task: str = key("classify", choice("classify", "causal-lm"), "Hugging Face: a classifier, or a language model")
+    pooling: str | None = key(
+        None, choice("cls", "mean"), "encoders: a linear head on the first token or the mean of all (the model's own head)"
+    )
+    head: str = key("linear", choice("linear", "layernorm"), "with pooling: layernorm makes the head scale-free")
+    centre: str = key("none", choice("none", "public"), "with pooling: take off the mean feature of public sentences")
     weight_standardization: bool = key(False, flag(), "wide ResNets: kernels with mean 0 and variance 1 / fan-in")
     affine: bool = key(True, flag(), "wide ResNets: norms with a trained scale and shift")
 
@@ -94,8 +109,9 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: str = key("sgd", choice("sgd", "adam", "adamw"), "sgd, adam, adamw")
+    name: str = key("sgd", choice(*OPTIMIZERS), f"{', '.join(OPTIMIZERS)}; corrected: for the noise in g^2")
     lr: float = key(0.1, number(0, above=True), "learning rate")
+    head_lr: float | None = key(None, number(0, above=True), "learning rate of the head, if it has its own")
     momentum: float = key(0.9, number(0, high=1, below=True), "of sgd; beta1 of adam")
     weight_decay: float = key(0.0, number(0), "weight decay")
     schedule: str = key(

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 
 import rgp
 from rgp import accounting
+from rgp.optimizers import AdamCorrected
+from rgp.train import language
 from rgp.train.config import Config, ConfigError
 from rgp.train.sections import CARRIED, IMAGE_MODELS, MethodConfig, TrainingConfig
 
@@ -24,6 +25,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "dpsgd": rgp.DPSGD,
     "linear": rgp.LinearProbe,
     "bitfit": rgp.BiTFiT,
+    "dp-lora": rgp.DPSGD,
     "nonprivate": rgp.NonPrivate,
     "powersgd": rgp.PowerSGD,
     "dp-powersgd": rgp.DPPowerSGD,
@@ -55,11 +57,11 @@ def make(config: Config, data: Any = None) -> Parts:
     device = pick_device(config.run.device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    tokenizer = None if config.model.name in IMAGE_MODELS else load_tokenizer(config)
+    tokenizer = None if config.model.name in IMAGE_MODELS else language.load_tokenizer(config)
     data = load_data(config, tokenizer) if data is None else data
     steps = check_against_data(config, data)
     with initial_seed(config.run.seed):
-        model = make_model(config, data).to(device)
+        model = make_model(config, data, tokenizer).to(device)
     method = make_method(config.method)
     optimizer = make_optimizer(config, model)
     return Parts(
@@ -132,10 +134,10 @@ def check_against_data(config: Config, data: Any) -> int:
 # ---------------------------------------------------------------------- model
 
 
-def make_model(config: Config, data: Any) -> nn.Module:
+def make_model(config: Config, data: Any, tokenizer: Any = None) -> nn.Module:
     name, width = config.model.name, config.model.width
     if name not in IMAGE_MODELS:
-        return make_transformer(config, data.classes)
+        return language.make_transformer(config, data, tokenizer)
     shape = tuple(data.shape)
     if name == "mlp":
         hidden = width or 128
@@ -166,42 +168,13 @@ def make_model(config: Config, data: Any) -> nn.Module:
     )
 
 
-def _transformers(config: Config) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError([f"model.name = {config.model.name}: needs pip install 'rgp[hf]'"]) from error
-    return transformers
-
-
-def load_tokenizer(config: Config) -> Any:
-    return _from_hub(config, lambda t, where: t.AutoTokenizer.from_pretrained(where))
-
-
-def make_transformer(config: Config, classes: int) -> nn.Module:
-    def load(t: Any, where: str) -> nn.Module:
-        if config.model.pretrained:
-            return t.AutoModelForSequenceClassification.from_pretrained(where, num_labels=classes)
-        return t.AutoModelForSequenceClassification.from_config(t.AutoConfig.from_pretrained(where, num_labels=classes))
-
-    return _from_hub(config, load)
-
-
-def _from_hub(config: Config, load: Callable[[Any, str], Any]) -> Any:
-    transformers = _transformers(config)
-    where = Path(config.model.name).expanduser()
-    try:
-        return load(transformers, str(where) if where.is_dir() else config.model.name)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError([f"model.name = {config.model.name}: cannot be loaded: {reason[:300]}"]) from error
-
-
 # ---------------------------------------------------------------------- method, optimizer
 
 
 def make_method(config: MethodConfig) -> Any:
     given = {name: getattr(config, name) for name in CARRIED if getattr(config, name) is not None}
+    if config.name == "dp-lora":
+        given = {}  # its rank is the adapters'; their factors are exact, and all else has requires_grad False
     return METHODS[config.name](**given, head_scale=config.head_scale, overrides=config.overrides)
 
 
@@ -221,13 +194,26 @@ def make_augment(config: TrainingConfig) -> Callable[[Any], Any] | None:
 
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    settings, parameters = config.optimizer, list(model.parameters())
+    settings, parameters = config.optimizer, parameter_groups(config, model)
     if settings.name == "sgd":
         return torch.optim.SGD(
             parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
         )
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.name]
+    kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adam-corrected": AdamCorrected}[settings.name]
     return kind(parameters, lr=settings.lr, betas=(settings.momentum, 0.999), weight_decay=settings.weight_decay)
+
+
+def parameter_groups(config: Config, model: nn.Module) -> list[Any]:
+    """All parameters; with a head_lr, the head's in a group of their own."""
+    if config.optimizer.head_lr is None:
+        return list(model.parameters())
+    plan = rgp.make_plan(model, make_method(config.method))
+    head = {e.name for e in plan if e.kind in ("head", "head_bias")}
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if n not in head]},
+        {"params": [p for n, p in named if n in head], "lr": config.optimizer.head_lr},
+    ]
 
 
 def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -256,7 +242,32 @@ def logits_and_labels(model: nn.Module, batch: Any, device: torch.device) -> tup
         x, y = batch
         return model(x.to(device)), y.to(device)
     inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
-    return model(**inputs).logits, batch["labels"].to(device)
+    logits, labels = model(**inputs).logits, batch["labels"].to(device)
+    return language.shifted(logits, labels) if logits.dim() == 3 else (logits, labels)
+
+
+def losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """(m,): of each example."""
+    return (
+        language.token_losses(logits, labels)
+        if logits.dim() == 3
+        else F.cross_entropy(logits, labels, reduction="none")
+    )
+
+
+def right(logits: Tensor, labels: Tensor) -> Tensor:
+    """(m,): whether the answer was right; of a language model, the share of the example's tokens."""
+    return language.tokens_right(logits, labels) if logits.dim() == 3 else logits.argmax(1) == labels
+
+
+def scores(lost: Tensor, correct: Tensor, dataset: Any, config: Config) -> dict[str, float]:
+    """Accuracy, a fraction of the examples; of a language model, of all tokens, and the perplexity."""
+    if config.model.task != "causal-lm":
+        return {"accuracy": correct.float().mean().item()}
+    tokens = torch.as_tensor(dataset.lengths).double() - 1
+    share = tokens / tokens.sum()
+    mean = (lost.double() * share).sum().item()
+    return {"accuracy": (correct.double() * share).sum().item(), "perplexity": math.exp(min(mean, 700.0))}
 
 
 @torch.no_grad()
@@ -271,14 +282,14 @@ def example_losses(
     )
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    losses, right = [], []
+    lost, correct = [], []
     try:
         for batch in loader:
             logits, y = logits_and_labels(model, batch, device)
-            losses.append(F.cross_entropy(logits.float(), y, reduction="none").cpu())
-            right.append((logits.argmax(1) == y).cpu())
+            lost.append(losses(logits.float(), y).cpu())
+            correct.append(right(logits, y).cpu())
     finally:
         for module, mode in modes.items():
             module.training = mode
     back = torch.argsort(order)
-    return torch.cat(losses)[back], torch.cat(right)[back]
+    return torch.cat(lost)[back], torch.cat(correct)[back]

@@ -1,0 +1,142 @@
+"""Hugging Face models for `rgp train`: classifiers with their own head or ours, language models, LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rgp.train.config import Config, ConfigError
+from rgp.train.sections import WEIGHTS
+
+LORA_RANK = 8
+
+
+def load_tokenizer(config: Config) -> Any:
+    return _from_hub(config, lambda t, where: t.AutoTokenizer.from_pretrained(where))
+
+
+def make_transformer(config: Config, data: Any, tokenizer: Any) -> nn.Module:
+    settings = config.model
+
+    def load(t: Any, where: str) -> nn.Module:
+        if settings.task == "causal-lm":
+            kind, options = t.AutoModelForCausalLM, {}
+        elif settings.pooling is not None:
+            kind, options = t.AutoModel, {}
+        else:
+            kind, options = t.AutoModelForSequenceClassification, {"num_labels": data.classes}
+        if settings.pretrained:
+            return kind.from_pretrained(where, **options)
+        return kind.from_config(t.AutoConfig.from_pretrained(where, **options))
+
+    # some checkpoints are in half precision, and recent versions load them so: updates would be lost in rounding
+    model = _from_hub(config, load).float()
+    if settings.pooling is not None:
+        model = pool(config, model, data, tokenizer)
+    elif getattr(model.config, "pad_token_id", 0) is None:
+        model.config.pad_token_id = data.collate_fn.token  # classifiers look for the last token before it
+    return adapt(config, model) if config.method.name == "dp-lora" else model
+
+
+def pool(config: Config, encoder: nn.Module, data: Any, tokenizer: Any) -> nn.Module:
+    from rgp.models.pooled import PooledClassifier, public_batches
+
+    assert config.model.pooling is not None
+    model = PooledClassifier(encoder, data.classes, pooling=config.model.pooling, head=config.model.head)
+    if config.model.centre == "public":
+        length = config.data.max_length
+        model.recentre(public_batches(tokenizer, data.collate_fn, max_length=length, device=torch.device("cpu")))
+    return model
+
+
+def adapt(config: Config, model: nn.Module) -> nn.Module:
+    """LoRA adapters on every linear layer of the body, and the head; all else is frozen."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(["method.name = dp-lora: needs pip install 'rgp[peft]'"]) from error
+    import rgp
+
+    heads = [e.name for e in rgp.make_plan(model, rgp.DPSGD()) if e.kind == "head"]
+    classifies = config.model.task == "classify" and bool(heads)
+    head_name = heads[0].removesuffix(".weight") if classifies else None
+    output = getattr(model, "get_output_embeddings", lambda: None)() if config.model.task == "causal-lm" else None
+    kinds = (nn.Linear, *_conv1d())
+    targets = [n for n, m in model.named_modules() if isinstance(m, kinds) and n != head_name and m is not output]
+    rank = LORA_RANK if config.method.rank is None else config.method.rank
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        lora_dropout=0.0,
+        target_modules=targets,
+        modules_to_save=None if head_name is None else [head_name],
+    )
+    return peft.get_peft_model(model, settings)
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """Adapters added into the weights they adapt: an ordinary model again. Others are returned as they are."""
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[operator]
+
+
+def _conv1d() -> tuple[type, ...]:
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layers
+
+    return (Conv1D,)
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """A language model's logits and the tokens they are about: position t predicts token t + 1."""
+    return logits[:, :-1], labels[:, 1:]
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """(m,): the mean loss of every example over its own tokens. A mean over all tokens of a batch would mix examples."""
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+    return losses.sum(1) / (labels != -100).sum(1).clamp_min(1)
+
+
+def tokens_right(logits: Tensor, labels: Tensor) -> Tensor:
+    """(m,): the share of every example's tokens that was ranked first."""
+    known = labels != -100
+    return ((logits.argmax(-1) == labels) & known).sum(1) / known.sum(1).clamp_min(1)
+
+
+# ---------------------------------------------------------------------- from the hub
+
+
+def weights_folder(config: Config) -> Path | None:
+    """Where `rgp data get NAME` put the weights, if the model is called by such a name."""
+    from rgp.data import data_folder
+
+    if config.model.name not in WEIGHTS:
+        return None
+    where = [data_folder(config.data.folder) / config.model.name, data_folder() / config.model.name]
+    found = next((folder for folder in where if folder.is_dir()), None)
+    if found is None:
+        places = " and not in ".join(dict.fromkeys(str(folder.parent) for folder in where))
+        raise ConfigError(
+            [f"model.name = {config.model.name}: is not in {places}; fetch it: rgp data get {config.model.name}"]
+        )
+    return found
+
+
+def _from_hub(config: Config, load: Callable[[Any, str], Any]) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError([f"model.name = {config.model.name}: needs pip install 'rgp[hf]'"]) from error
+    where = weights_folder(config) or Path(config.model.name).expanduser()
+    try:
+        return load(transformers, str(where) if where.is_dir() else config.model.name)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError([f"model.name = {config.model.name}: cannot be loaded: {reason[:300]}"]) from error

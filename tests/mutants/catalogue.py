@@ -1,0 +1,588 @@
+"""The mutants: name, what it does, where, and the tests that have to notice.
+
+An edit is (file below src/rgp, text that must be there exactly once, text in its place), as small as it can be. Keep the
+names of the tests few: all of them run against the mutant until one fails, and all against the unbroken code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Edit = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    what: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...]
+    group: str = ""
+    fast: bool = False  # run by `make test` too
+
+
+def mutant(name: str, what: str, *edits: Edit, by: tuple[str, ...], fast: bool = False) -> Mutant:
+    return Mutant(name, what, edits, by, fast=fast)
+
+
+def group(title: str, *mutants: Mutant) -> list[Mutant]:
+    return [Mutant(m.name, m.what, m.edits, m.tests, title, m.fast) for m in mutants]
+
+
+SCALE = "test_noise.py::test_released_noise_has_sigma_C_per_parameter_and_jointly"
+FUNCTION = "test_mechanism.py::test_what_a_run_publishes_is_a_function_of_its_releases"
+LEDGER_SAYS = "test_mechanism.py::test_the_ledger_says_what_was_done_at_every_step"
+ONE_EXAMPLE = "test_clipping.py::test_one_example_moves_the_sum_by_at_most_C"
+WHOLE_RUNS = "test_clipping.py::test_sensitivity_of_whole_runs"
+BAD = "test_clipping.py::test_a_bad_example_contributes_exactly_zero_and_is_counted"
+SAMPLER = "test_sampling.py::test_the_sampler_of_a_run_is_this_sampler"
+
+NOISE = group(
+    "Noise",
+    mutant(
+        "no noise",
+        "adds none, and charges for it all the same",
+        ("engine.py", "        if sigma > 0:\n", "        if sigma > 1e9:\n"),
+        by=(SCALE,),
+        fast=True,
+    ),
+    mutant(
+        "less noise",
+        "two thirds of sigma C",
+        ("engine.py", "std = sigma * clipped.sensitivity", "std = 2 / 3 * sigma * clipped.sensitivity"),
+        by=(SCALE,),
+        fast=True,
+    ),
+    mutant(
+        "noise reused between steps",
+        "every step has the noise of the first",
+        ("noise.py", 'generator("noise", step, attempt', 'generator("noise", 0, attempt'),
+        by=("test_noise.py::test_steps_and_parameters_of_a_run_are_independent",),
+        fast=True,
+    ),
+    mutant(
+        "noise of a crashed step again",
+        "another attempt at a step, with other examples, has the first attempt's noise",
+        ("noise.py", 'generator("noise", step, attempt', 'generator("noise", step, 0'),
+        by=("test_noise.py::test_steps_and_attempts_are_independent",),
+    ),
+    mutant(
+        "noise reused between chunks",
+        "every million entries have the same noise",
+        ("noise.py", "attempt, part=number)", "attempt, part=0)"),
+        by=("test_noise.py::test_positions_are_independent_across_chunks",),
+    ),
+    mutant(
+        "same noise for L and R",
+        "the right half of each carried parameter's release has the noise of the left half",
+        (
+            "engine.py",
+            "std=std, step=self.step_index, attempt=self._attempt)\n",
+            "std=std, step=self.step_index, attempt=self._attempt)\n"
+            "            for name, slot in self._slots.items():\n"
+            "                if isinstance(slot, CarriedSlot):\n"
+            "                    both = clipped.total[self._gradients.where[name]]\n"
+            "                    cut_at = slot.entry.rank * slot.entry.p\n"
+            "                    count = min(cut_at, len(both) - cut_at)\n"
+            "                    both[cut_at : cut_at + count] = both[:count]\n",
+        ),
+        by=("test_noise.py::test_the_noise_of_L_and_R_is_independent",),
+    ),
+    mutant(
+        "biases without noise",
+        "vectors are released as they are",
+        (
+            "engine.py",
+            "            self._noise.add(clipped.total, std=std",
+            "            plain = clipped.total.clone()\n            self._noise.add(clipped.total, std=std",
+        ),
+        (
+            "engine.py",
+            "        return clipped.total\n",
+            "        for name, slot in self._slots.items():\n"
+            "            if sigma > 0 and len(slot.entry.shape) == 1:\n"
+            "                where = self._gradients.where[name]\n"
+            "                clipped.total[where] = plain[where]\n"
+            "        return clipped.total\n",
+        ),
+        by=(SCALE,),
+        fast=True,
+    ),
+    mutant(
+        "noise for examples only",
+        "an empty batch gets none: whoever sees a still weight knows that nobody was drawn",
+        ("engine.py", "        if sigma > 0:\n", "        if sigma > 0 and clipped.examples > 0:\n"),
+        by=("test_noise.py::test_empty_batches_have_the_same_noise",),
+    ),
+    mutant(
+        "sigma of another step",
+        "noise always has the first step's sigma",
+        (
+            "engine.py",
+            "sigma = self.settings.sigma(self.step_index)\n        self._noise_std",
+            "sigma = self.settings.sigma(0)\n        self._noise_std",
+        ),
+        by=("test_noise.py::test_a_clip_schedule_carries_the_noise_with_it",),
+    ),
+    mutant(
+        "secrets of 32 bits",
+        "seeds that agree in their last 32 bits give the same noise",
+        ("streams.py", "hashlib.blake2b(str(seed).encode()", "hashlib.blake2b(str(seed % 2**32).encode()"),
+        by=("test_noise.py::test_seeds_that_torch_would_confuse_give_other_streams",),
+    ),
+    mutant(
+        "one key for all purposes",
+        "noise can be computed from the numbers that carriers show",
+        ("streams.py", "digest_size=16, person=purpose.encode()", "digest_size=16"),
+        by=("test_noise.py::test_keys_have_128_bits_and_every_purpose_its_own",),
+    ),
+    mutant(
+        "secure noise of one term",
+        "the hardened noise is a single Gaussian, which can be undone",
+        ("secure.py", "TERMS = 4", "TERMS = 1"),
+        by=("test_noise.py::test_secure_noise_is_a_sum_of_four",),
+    ),
+)
+
+CLIPPING = group(
+    "Clipping",
+    mutant(
+        "no clipping",
+        "every factor is 1",
+        ("clipping.py", "    if clip is None:\n        factors", "    if True:\n        factors"),
+        by=(WHOLE_RUNS,),
+        fast=True,
+    ),
+    mutant(
+        "C for clipping is not C for noise",
+        "clips to this step's C, and adds noise for the first step's",
+        (
+            "engine.py",
+            "std = sigma * clipped.sensitivity",
+            "std = sigma * self.settings.bound(0, self._adapted).sensitivity",
+        ),
+        by=("test_noise.py::test_a_clip_schedule_carries_the_noise_with_it",),
+        fast=True,
+    ),
+    mutant(
+        "clipped by group, accounted flat",
+        "groups are clipped to C_k each, and the noise is for the largest of them",
+        (
+            "clips.py",
+            "return math.inf if self.norms is None else math.hypot(*self.norms, self.count_weight / 2)",
+            "return math.inf if self.norms is None else math.hypot(max(self.norms), self.count_weight / 2)",
+        ),
+        by=("test_methods.py::test_the_noise_of_groups_is_a_multiple_of_their_joint_sensitivity", ONE_EXAMPLE),
+    ),
+    mutant(
+        "clipped by block",
+        "the norm is the largest block's, not that of all blocks together",
+        (
+            "clipping.py",
+            "rows.view(len(rows), -1, BLOCK), dim=2).double().square().sum(1)",
+            "rows.view(len(rows), -1, BLOCK), dim=2).double().square().amax(1)",
+        ),
+        by=("test_clipping.py::test_norms_of_rows_are_float64_sums",),
+    ),
+    mutant(
+        "large parameters left out of the norm",
+        "what deferred parameters contribute is summed and not measured",
+        ("clipping.py", "squares, magnitude = squares + more, magnitude + terms", "magnitude = magnitude + terms"),
+        by=(WHOLE_RUNS,),
+    ),
+    mutant(
+        "biases left out of the norm",
+        "vectors are summed with the others' factor and not measured",
+        (
+            "clipping.py",
+            "        rest = squared_norms(self._rows[:, group.columns])\n",
+            "        seen = self._rows.clone()\n"
+            "        for slot in group.slots:\n"
+            "            if len(slot.entry.shape) == 1:\n"
+            "                seen[:, self.where[slot.entry.name]] = 0\n"
+            "        rest = squared_norms(seen[:, group.columns])\n",
+        ),
+        by=(WHOLE_RUNS,),
+    ),
+    mutant(
+        "head not clipped",
+        "the last parameter is measured with the others, and then summed as it is",
+        (
+            "clipping.py",
+            "            total[group.columns].addmv_(rows[:, group.columns].T, factors)\n",
+            "            total[group.columns].addmv_(rows[:, group.columns].T, factors)\n"
+            "            head = self.where[self._slots[-1].entry.name]\n"
+            "            if head.stop <= self._columns:\n"
+            "                total[head].addmv_(rows[:, head].T, 1 - factors)\n",
+        ),
+        by=(WHOLE_RUNS,),
+        fast=True,
+    ),
+    mutant(
+        "one norm for the micro-batch",
+        "all examples are scaled by the norm of their mean, as plain training would",
+        (
+            "clipping.py",
+            "        squares, magnitude = rest.clone(), torch.zeros_like(rest)\n",
+            "        rest = rest.mean().expand(len(rest)).clone()\n"
+            "        squares, magnitude = rest.clone(), torch.zeros_like(rest)\n",
+        ),
+        by=(WHOLE_RUNS,),
+    ),
+    mutant(
+        "NaN let through",
+        "an example without a finite gradient is not left out",
+        ("clipping.py", "            rows[bad] = 0\n", "            pass\n"),
+        by=(BAD,),
+        fast=True,
+    ),
+    mutant(
+        "NaN counted as a factor",
+        "its factor is NaN, too: one example erases the sum",
+        (
+            "clipping.py",
+            "torch.where(squares.isfinite() & (factors >= info.tiny), factors, torch.zeros_like(factors))",
+            "factors",
+        ),
+        (
+            "clipping.py",
+            "            factors = torch.where(bad, torch.zeros_like(factors), factors) if some_bad else factors\n",
+            "",
+        ),
+        by=(BAD,),
+    ),
+    mutant(
+        "stale gradients",
+        "a parameter that a micro-batch does not use keeps the gradients of the one before",
+        ("clipping.py", "                rows[:, self.where[slot.entry.name]] = 0  #", "                pass  #"),
+        by=("test_clipping.py::test_a_slot_that_was_not_used_holds_nothing_from_before",),
+    ),
+    mutant(
+        "a clip that is a little loose",
+        "every factor is one percent too large",
+        (
+            "clipping.py",
+            "            total[group.columns].addmv_(rows[:, group.columns].T, factors)\n",
+            "            total[group.columns].addmv_(rows[:, group.columns].T, factors * 1.01)\n",
+        ),
+        by=(WHOLE_RUNS,),
+    ),
+    mutant(
+        "views counted one by one",
+        "each augmented view of an example has its own full weight",
+        ("engine.py", '(m if reduction == "mean" else 1) / self.settings.views)', '(m if reduction == "mean" else 1))'),
+        by=("test_methods.py::test_the_gradient_of_an_example_is_the_mean_over_its_views_before_clipping",),
+    ),
+)
+
+SAMPLING = group(
+    "Sampling and division",
+    mutant(
+        "shuffling accounted as Poisson",
+        "batches are slices of a permutation, as a DataLoader makes them",
+        (
+            "sampling.py",
+            '    indices = np.flatnonzero(streams.generator("sampling", step, attempt).random(size) < rate)\n',
+            "    count = max(1, round(rate * size))\n"
+            "    per_epoch = max(1, size // count)\n"
+            '    order = streams.generator("sampling", step // per_epoch, attempt).permutation(size)\n'
+            "    indices = np.sort(order[step % per_epoch * count :][:count])\n",
+        ),
+        by=(SAMPLER,),
+        fast=True,
+    ),
+    mutant(
+        "batches of a fixed size",
+        "a random subset of exactly the expected size",
+        (
+            "sampling.py",
+            '    indices = np.flatnonzero(streams.generator("sampling", step, attempt).random(size) < rate)\n',
+            '    order = streams.generator("sampling", step, attempt).permutation(size)\n'
+            "    indices = np.sort(order[: max(1, round(rate * size))])\n",
+        ),
+        by=(SAMPLER,),
+    ),
+    mutant(
+        "another rate than accounted",
+        "draws a quarter more than q",
+        ("sampling.py", ".random(size) < rate)", ".random(size) < 1.25 * rate)"),
+        by=(SAMPLER,),
+    ),
+    mutant(
+        "the same draw every step",
+        "whoever is in the first batch is in all of them",
+        (
+            "sampling.py",
+            'np.flatnonzero(streams.generator("sampling", step, attempt)',
+            'np.flatnonzero(streams.generator("sampling", 0, attempt)',
+        ),
+        by=(SAMPLER,),
+    ),
+    mutant(
+        "empty batches skipped",
+        "a step that draws nobody is neither released nor charged",
+        (
+            "engine.py",
+            "                if not parts:\n                    self._end_step()\n",
+            "                if not parts:\n                    self.step_index, self._started = self.step_index + 1, False\n",
+        ),
+        by=("test_loop.py::test_empty_draws_are_steps_like_any_other", FUNCTION),
+        fast=True,
+    ),
+    mutant(
+        "divided by the drawn size",
+        "the mean over whoever was drawn, which shows how many they were",
+        (
+            "engine.py",
+            "        noisy /= self.settings.batch_size(self.step_index)\n",
+            "        noisy /= max(1, self._gradients._examples)\n",
+        ),
+        by=("test_loop.py::test_the_divisor_is_the_public_batch_size_whatever_was_drawn", FUNCTION),
+        fast=True,
+    ),
+    mutant(
+        "padding counted as an example",
+        "short micro-batches are filled up with the first example",
+        (
+            "sampling.py",
+            "    return [part.tolist() for part in np.array_split(indices, parts)]\n",
+            "    padded = np.concatenate([indices, np.full(-len(indices) % microbatch_size, indices[0])])\n"
+            "    return [part.tolist() for part in np.array_split(padded, parts)]\n",
+        ),
+        by=(SAMPLER, "test_sampling.py::test_cutting_keeps_every_index_once"),
+    ),
+    mutant(
+        "a cap that keeps the first",
+        "max_batch keeps the examples with the smallest indices",
+        (
+            "sampling.py",
+            'streams.generator("sampling", step, attempt, part=1).choice(indices, max_batch, replace=False)',
+            "indices[:max_batch]",
+        ),
+        by=("test_sampling.py::test_a_cap_keeps_a_uniform_subset",),
+    ),
+    mutant(
+        "a cap that is not accounted",
+        "the accountant is not told of max_batch",
+        ("ledger.py", 'r["sigma"], r.get("max_batch"))', 'r["sigma"], None)'),
+        by=("test_sampling.py::test_a_cap_is_accounted",),
+    ),
+    mutant(
+        "a batch left out after a failure",
+        "the loop goes on when run.step failed: one example decides over the others",
+        ("engine.py", "                    if self._failed:\n", "                    if False:\n"),
+        by=("test_loop.py::test_a_swallowed_failure_does_not_leave_a_batch_out",),
+    ),
+)
+
+PRIVATE = group(
+    "What never was noised",
+    mutant(
+        "carriers from the private gradient",
+        "the power method looks at the last step's sum before its noise",
+        (
+            "engine.py",
+            "        noisy = self._add_noise(clipped)\n",
+            "        self._leak = clipped.total.double().sum().item()\n        noisy = self._add_noise(clipped)\n",
+        ),
+        (
+            "engine.py",
+            "            weight=weight,\n            initial",
+            "            weight=weight * torch.linspace(1, 1 + getattr(self, '_leak', 0.0), len(weight)).to(weight)"
+            ".view(-1, *[1] * (weight.ndim - 1)),\n            initial",
+        ),
+        by=(FUNCTION,),
+        fast=True,
+    ),
+    mutant(
+        "carriers from the data",
+        "the power method looks at an example of the batch to come",
+        (
+            "engine.py",
+            "            weight=weight,\n            initial",
+            "            weight=weight * torch.linspace(0, float(torch.as_tensor(self.dataset[0][0]).flatten()[0]), "
+            "len(weight)).to(weight).view(-1, *[1] * (weight.ndim - 1)),\n            initial",
+        ),
+        by=("test_carriers.py::test_the_first_carriers_do_not_depend_on_the_data",),
+    ),
+    mutant(
+        "C from the private norms",
+        "an adaptive C follows the exact norms of the batch",
+        (
+            "engine.py",
+            "            count = noisy[-1].item() / bound.count_weight\n",
+            "            count = float((self._gradients.norms <= bound.clip).double().sub(0.5).sum())\n",
+        ),
+        by=(FUNCTION,),
+    ),
+    mutant(
+        "statistics of the forward pass kept",
+        "batch norm's running means, and whatever else a pass writes, are published",
+        ("engine.py", "            self._watch.check()\n", ""),
+        by=("test_loop.py::test_batch_norm_switched_to_training_later_is_refused",),
+    ),
+    mutant(
+        "a gradient past the capture",
+        "a parameter used outside the capture is trained with its plain gradient",
+        (
+            "engine.py",
+            "            if self._parameters[name].grad is not None:\n                raise",
+            "            if False:\n                raise",
+        ),
+        by=("test_loop.py::test_a_parameter_that_goes_around_the_capture_is_refused",),
+    ),
+    mutant(
+        "examples that see each other",
+        "a model that mixes examples is not refused",
+        ("engine.py", "self._unproved = probe  #", "self._unproved = False  #"),
+        by=("test_loop.py::test_a_model_that_mixes_examples_is_refused",),
+    ),
+)
+
+ACCOUNTING = group(
+    "Ledger and accounting",
+    mutant(
+        "two quantities, two events",
+        "the count of an adaptive C is charged apart from the gradients of the same draw",
+        (
+            "clips.py",
+            "    room = 1 - (sigma / (2 * noise)) ** 2\n",
+            "    room = 1 - 0 * (sigma / (2 * noise)) ** 2\n",
+        ),
+        by=("test_methods.py::test_gradients_and_count_are_one_event",),
+    ),
+    mutant(
+        "noise of several quantities added up wrongly",
+        "the joint noise multiplier is that of the quantity with the least noise",
+        (
+            "accounting.py",
+            "            total += (sensitivity / std) ** 2 if std > 0 else math.inf\n",
+            "            total = max(total, (sensitivity / std) ** 2 if std > 0 else math.inf)\n",
+        ),
+        by=("test_accounting.py::test_combine", "test_accounting.py::test_two_quantities_of_one_batch_are_one_event"),
+    ),
+    mutant(
+        "another sigma on record",
+        "every line of the ledger has the first step's sigma",
+        ("settings.py", '            "sigma": self.sigma(step),\n', '            "sigma": self.sigma(0),\n'),
+        by=(LEDGER_SAYS,),
+    ),
+    mutant(
+        "another rate on record",
+        "every line of the ledger has the first step's q",
+        ("settings.py", '            "q": self.rate(step),\n', '            "q": self.rate(0),\n'),
+        by=(LEDGER_SAYS,),
+    ),
+    mutant(
+        "delta of another run",
+        "epsilon is computed for the default delta, whatever was asked for",
+        (
+            "engine.py",
+            "delta = self.settings.delta if delta is None else delta",
+            "delta = accounting.default_delta(self.settings.dataset_size) if delta is None else delta",
+        ),
+        by=(LEDGER_SAYS,),
+    ),
+    mutant(
+        "equal releases charged once",
+        "lines that look the same count as one",
+        (
+            "ledger.py",
+            "for (q, sigma, cap), count in Counter(settings).items()",
+            "for (q, sigma, cap), count in dict.fromkeys(settings, 1).items()",
+        ),
+        by=("test_ledger.py::test_reading_gives_the_same_ledger", SAMPLER),
+    ),
+    mutant(
+        "ledger written after the step",
+        "the optimizer moves first; a crash between the two is a release nobody knows of",
+        ("engine.py", "        if not self._record(noisy):\n", "        if False:\n"),
+        (
+            "engine.py",
+            "            self._drop_gradients()\n        if self._moves",
+            "            self._drop_gradients()\n        self._record(noisy)\n        if self._moves",
+        ),
+        by=("test_ledger.py::test_lines_are_synced_before_the_optimizer_steps",),
+        fast=True,
+    ),
+    mutant(
+        "ledger not synced",
+        "a line may still be in memory when its release is used",
+        (
+            "ledger.py",
+            "                rest = rest[os.write(self._file, rest) :]\n            os.fsync(self._file)\n",
+            "                rest = rest[os.write(self._file, rest) :]\n",
+        ),
+        by=("test_ledger.py::test_lines_are_synced_before_the_optimizer_steps",),
+    ),
+    mutant(
+        "a torn line forgotten",
+        "a release whose line was cut off by a crash is not charged",
+        ("ledger.py", "        if torn:\n            self._count_torn()\n", ""),
+        by=("test_ledger.py::test_a_torn_last_line_counts_with_the_worst_charge",),
+    ),
+    mutant(
+        "noise of a torn line drawn again",
+        "the next attempt at the step takes the number that the torn line may have had",
+        ("ledger.py", 'self._torn_attempt = max(self._torn_attempt, record["attempt"])', "pass"),
+        by=("test_ledger.py::test_no_noise_of_a_torn_line_is_drawn_again",),
+    ),
+    mutant(
+        "noise of a crashed step on another sum",
+        "a step on record is released again though its sum came out differently",
+        (
+            "engine.py",
+            'return digest is not None and known[0]["digest"] == digest',
+            "return True",
+        ),
+        by=("test_checkpoint.py::test_other_data_of_the_same_size",),
+        fast=True,
+    ),
+    mutant(
+        "an edited ledger believed",
+        "hashes are not compared",
+        ("ledger.py", '            right = record["hash"] == _hash(record) and', "            right = True or"),
+        by=("test_ledger.py::test_every_edit_is_noticed",),
+    ),
+    mutant(
+        "an older ledger believed",
+        "a ledger that was rolled back behind the checkpoint is taken",
+        ("ledger.py", "        if held != head:\n", "        if False:\n"),
+        by=("test_checkpoint.py::test_a_rolled_back_ledger_is_refused",),
+    ),
+    mutant(
+        "releases that were charged twice do not count",
+        "the budget is compared with the steps taken, not with the ledger",
+        (
+            "engine.py",
+            "self.ledger.count + spare <= self.settings.steps or",
+            "self.step_index + spare <= self.settings.steps or",
+        ),
+        by=("test_checkpoint.py::test_doubled_charges_end_the_run_before_the_budget_is_exceeded",),
+    ),
+    mutant(
+        "epsilon of no noise is finite",
+        "a release without noise costs nothing",
+        (
+            "composition.py",
+            "    if any(event.noise_multiplier == 0 for event in merged):\n        return math.inf\n",
+            "    if any(event.noise_multiplier == 0 for event in merged):\n        return 0.0\n",
+        ),
+        by=("test_accounting.py::test_nothing_costs_nothing_and_no_noise_costs_everything",),
+    ),
+)
+
+METHOD = group(
+    "The method itself",
+    mutant(
+        "the core three times",
+        "the last term of the rebuilt gradient is added in place of subtracted",
+        ("reconstruct.py", "    At = At - (At @ Lt.T) @ Lt\n", "    At = At + (At @ Lt.T) @ Lt\n"),
+        by=("test_exactness_layers.py::test_mlp",),
+    ),
+)
+
+# Noise that ranks share belongs here once tests/test_distributed.py exists: group("Ranks", ...)
+RANKS: list[Mutant] = []
+
+MUTANTS: tuple[Mutant, ...] = (*NOISE, *CLIPPING, *SAMPLING, *PRIVATE, *ACCOUNTING, *METHOD, *RANKS)

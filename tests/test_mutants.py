@@ -1,0 +1,62 @@
+"""The fast part of tests/mutants: broken mechanisms are caught, and the runner itself can tell."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "mutants"))
+import run as mutants
+from catalogue import MUTANTS, Mutant
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs" / "mutants.md"
+
+
+def test_every_place_to_edit_and_every_test_is_there():
+    assert mutants.check_places(MUTANTS) == []
+
+
+def test_the_catalogue_is_large_and_says_what_each_does():
+    assert len(MUTANTS) >= 30 and len({m.name for m in MUTANTS}) == len(MUTANTS)
+    assert all(m.what and m.edits and m.tests and all(old != new for _, old, new in m.edits) for m in MUTANTS)
+
+
+def test_the_page_is_of_this_catalogue_and_shows_no_survivor():
+    text = DOCS.read_text(encoding="utf-8")
+    assert re.findall(r"^\| ((?!mutant |-).*?) \|", text, re.MULTILINE) == [m.name for m in MUTANTS]
+    assert text.endswith(f"\n{len(MUTANTS)} mutants, 0 survived\n") and "**nothing**" not in text
+    assert all(m.what in text for m in MUTANTS)
+
+
+def test_the_fast_ones_are_caught():
+    script = HERE / "mutants" / "run.py"
+    done = subprocess.run(
+        [sys.executable, script, "--fast", "--jobs", "1"], capture_output=True, text=True, timeout=900
+    )
+    count = sum(m.fast for m in MUTANTS)
+    assert count >= 10 and done.stdout.splitlines()[-1] == f"{count} mutants, 0 survived", done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+HARMLESS = ("noise.py", "CHUNK = 1 << 20", "CHUNK = 1 << 19")
+GONE = ("noise.py", "no such text", "")
+BROKEN = ("noise.py", "CHUNK = 1 << 20", "CHUNK = 1 <<")
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [(HARMLESS, "1 mutants, 1 survived"), (GONE, "found 0 times, not once"), (BROKEN, "its process died")],
+    ids=["harmless", "gone", "broken"],
+)
+def test_the_runner_has_teeth(edit, says):
+    """A change that no test minds survives; an edit without a place, or one that cannot be imported, is an error."""
+    it = Mutant("it", "nothing", (edit,), ("test_noise.py::test_keys_have_128_bits_and_every_purpose_its_own",))
+    program = (
+        f"import sys; sys.path.insert(0, {str(HERE / 'mutants')!r})\nimport run\nfrom catalogue import Mutant\n"
+        f"run.MUTANTS = ({it!r},)\nraise SystemExit(run.main(['--only', 'it']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and says in done.stdout, done.stdout + done.stderr
