@@ -4,6 +4,7 @@ carriers     released state -> L, R                                     carriers
 sampling     a Poisson batch, cut into micro-batches                    sampling.py
 capture      forward and backward -> per-example carrier gradients      capture.py, rules/, slots.py
 clipping     one norm per example, clip, sum                            clipping.py
+ranks        sums of all processes meet on the first, if there are more distributed.py
 noise        N(0, (sigma C)^2) on every entry of the sum                noise.py
 ledger       the release is on record before it is used                 ledger.py
 reconstruct  noisy dL, dR -> a full-size gradient -> any optimizer      reconstruct.py
@@ -25,6 +26,7 @@ from rgp import accounting, rules
 from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.clipping import ClippedSum, Gradients
+from rgp.distributed import HERE, STOPS, Ranks, Standing, Traffic
 from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
 from rgp.methods import RGP
@@ -59,8 +61,10 @@ class Run:
         pin_memory: bool = False,
         public_loss: Callable[[], Tensor] | None = None,
         probe: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         rules.load()
+        self.ranks = Ranks() if ranks is None else ranks
         self.model, self.optimizer, self.dataset = model, optimizer, dataset
         self.plan, self.settings, self.ledger = plan, settings, ledger
         self.scheduler = scheduler
@@ -98,6 +102,8 @@ class Run:
         self._replay_from = 0  # lines of the ledger before this one are not computed again, see rgp.resume
         self._allowed = 0  # releases that are known to fit in the budget
         self._failed = False  # whether run.step did not get through
+        self._stop = self._stopped = False  # whether the loop is to end early, and whether it did, see stop
+        self._step_bytes = 0  # sent between ranks in the last step
         self._secret_file: Path | None = None  # where rgp.checkpoint keeps the secret of the streams
         self._watch = Watch(model)
         self._started = False  # whether carriers and layout of this step are in place
@@ -122,14 +128,17 @@ class Run:
             raise WrongUseError("this run is closed; make a new one with privatize, or rgp.resume a saved one")
         self._leave()
         self._drop_partial()
-        self._failed = False
+        self._failed = self._stop = self._stopped = False
         self._iterator = token = object()
         return self._batches(token)
 
     def _batches(self, token: object) -> Iterator[Any]:
         try:
             loader = None
-            while not self.finished:
+            while not (self.finished or self._stopped):
+                if self._stop:
+                    self.ranks.meet(self._standing(STOPS))
+                    return
                 self._begin_step()
                 step, discarded, parts = self.step_index, self._discarded, self._microbatches(self.step_index)
                 if not parts:
@@ -155,7 +164,10 @@ class Run:
                             "is repeated."
                         )
                     self._leave()
-                assert self.step_index > step or self._discarded > discarded, "the last micro-batch ends its step"
+                    if self._stop:
+                        break
+                ended = self.step_index > step or self._discarded > discarded
+                assert ended or self._stop or self._stopped, "the last micro-batch ends its step"
         finally:
             if token is self._iterator:
                 self._leave()
@@ -201,6 +213,13 @@ class Run:
             self._end_step()
         self._failed = False
         return self.step_index > step
+
+    def stop(self) -> None:
+        """End the loop where it stands, on all ranks; the logical batch that is not finished is dropped.
+
+        Nothing of it was released, and the next loop over this run draws it again.
+        """
+        self._stop = True
 
     @property
     def finished(self) -> bool:
@@ -253,6 +272,12 @@ class Run:
         return self._gradients.nbytes
 
     @property
+    def traffic(self) -> Traffic:
+        """What a step sends between ranks, and what plain data-parallel training would send."""
+        plain = 2 * sum(p.numel() * p.element_size() for p in (self._parameters[name] for name in self._slots))
+        return Traffic(self.ranks.size, self._step_bytes, plain if self.ranks.size > 1 else 0)
+
+    @property
     def never_used(self) -> tuple[str, ...]:
         """Trained parameters that no micro-batch has used so far: they received noise and nothing else."""
         return tuple(name for name in self._slots if name in self._never_used)
@@ -278,7 +303,7 @@ class Run:
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(self._required_grad[name])
             parameter.grad = None
-        if self._never_used and self.step_index:
+        if self._never_used and self.step_index and self.ranks.first:
             warnings.warn(
                 f"{len(self._never_used)} trained parameters were never used by the model and received noise only: "
                 f"{', '.join(self.never_used[:5])}. Freeze them with the method's overrides."
@@ -287,7 +312,9 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and not (self._closed or self.finished):
+            self.ranks.leave(self._standing(HERE), error)
         self.close()
 
     # ------------------------------------------------------------------ one step of Algorithm 1
@@ -348,12 +375,25 @@ class Run:
         """Noise, ledger, rebuild, optimizer: the release of one logical batch."""
         step = self.step_index
         clipped = self._gradients.take(self.settings.sensitivity(step))
-        noisy = self._add_noise(clipped)
-        if not self._record(noisy):
+        sent = self.ranks.sent
+        all_ranks = self.ranks.meet(self._standing(HERE, clipped.bad_examples))
+        if all_ranks.condition == STOPS:
+            self._drop_partial()
+            self._stopped = True
+            return
+        self.ranks.sum(clipped.total)
+        digest, accepted = self.ranks.from_first(lambda: self._publish(clipped))
+        if not self.ranks.first:
+            assert self._record(digest) == accepted, "all ranks have the same ledger"
+        if not accepted:
             self._discarded += 1
             self._started = False
             return
-        self.bad_examples += clipped.bad_examples
+        noisy = clipped.total
+        self.ranks.send(noisy)
+        self._step_bytes = self.ranks.sent - sent
+        self.bad_examples += all_ranks.bad_examples
+        self._never_used = {name for name, used in zip(self._slots, all_ranks.used, strict=True) if not used}
         if self._observe is not None:
             self._observe(step, noisy)
         self._set_gradients(noisy)
@@ -370,6 +410,27 @@ class Run:
         self._discarded = 0
         self._started = False
 
+    def _standing(self, condition: int, bad_examples: int = 0) -> Standing:
+        """Where this rank is, for the others to compare with."""
+        carried = [slot for slot in self._slots.values() if isinstance(slot, CarriedSlot)]
+        return Standing(
+            condition,
+            step=self.step_index,
+            attempt=self._attempt,
+            releases=self.ledger.count,
+            weights=self.ranks.fingerprint(self._parameters[name] for name in self._slots),
+            carriers=self.ranks.fingerprint(tensor for slot in carried for tensor in (slot.Lt, slot.R)),
+            bad_examples=bad_examples,
+            used=tuple(int(name not in self._never_used) for name in self._slots),
+        )
+
+    def _publish(self, clipped: ClippedSum) -> tuple[str | None, bool]:
+        """Noise and record, on the first rank alone: (digest of the noisy sum, whether it may be used)."""
+        noisy = self._add_noise(clipped)
+        # the digest only serves replay from disk; without a folder there is nothing to replay from
+        digest = None if self.ledger.path is None else hashlib.sha256(noisy.cpu().numpy().data).hexdigest()
+        return digest, self._record(digest)
+
     def _add_noise(self, clipped: ClippedSum) -> Tensor:
         sigma = self.settings.sigma(self.step_index)
         if sigma > 0:
@@ -377,15 +438,13 @@ class Run:
             self._noise.add(clipped.total, std=std, step=self.step_index, attempt=self._attempt)
         return clipped.total
 
-    def _record(self, noisy: Tensor) -> bool:
+    def _record(self, digest: str | None) -> bool:
         """Put the release on record. False: it must not be used, and the step is done again with a fresh draw.
 
         After a crash the ledger may hold this step already. The same digest is the same release and costs nothing more.
         Any difference means that this noise was used on another sum: it must not be released twice.
         """
         step = self.step_index
-        # the digest only serves replay from disk; without a folder there is nothing to replay from
-        digest = None if self.ledger.path is None else hashlib.sha256(noisy.cpu().numpy().data).hexdigest()
         known = [r for r in self.ledger.of_step(step) if r["attempt"] == self._attempt]
         if known:
             return digest is not None and known[0]["digest"] == digest
@@ -393,6 +452,7 @@ class Run:
             step=step,
             attempt=self._attempt,
             digest=digest,
+            processes=self.ranks.size,
             **self.settings.charge(step),
         )
         return True
@@ -421,7 +481,7 @@ class Run:
         attempt = self._attempt if step == self.step_index else self._attempts(step)[0]
         rate, cap = settings.rate(step), settings.max_batch
         indices = draw(self._streams, step, settings.dataset_size, rate, attempt=attempt, max_batch=cap)
-        return cut(indices, settings.microbatch_size)
+        return cut(self.ranks.share(indices), settings.microbatch_size)
 
     def _attempts(self, step: int) -> list[int]:
         """The draws to try for a step, in order: those on record that can be computed again, then one never used."""

@@ -13,6 +13,15 @@ from torch import Tensor, nn
 
 from rgp import accounting
 from rgp.accounting import Budget
+from rgp.distributed import (
+    check_same,
+    describe_optimizer,
+    find_ranks,
+    refuse_wrappers,
+    share_ledger,
+    share_streams,
+    share_weights,
+)
 from rgp.engine import Run, check_optimizer
 from rgp.errors import UnsupportedError
 from rgp.ledger import Ledger
@@ -51,6 +60,7 @@ def privatize(
     pin_memory: bool = False,
     public_loss: Callable[[], Tensor] | None = None,
     probe: bool = True,
+    process_group: Any = None,
 ) -> Run:
     """Make a private training run out of a model, its optimizer and a dataset. Nothing is wrapped or renamed.
 
@@ -86,6 +96,8 @@ def privatize(
     public_loss: for source="public": computes a loss of the model on public data.
     probe: once, before the first release, repeat the model's call with one example replaced, and refuse a model in which
         that changes another example's activations.
+    process_group: the torch.distributed processes that train together, by default all of them where torch.distributed is
+        initialised. Every process makes this same call; the first one's weights are sent to the others. docs/distributed.md
     """
     method = RGP() if method is None else method
     if not isinstance(method, Method):
@@ -104,6 +116,8 @@ def privatize(
         raise ValueError("rgp.NonPrivate protects nothing: give it noise_multiplier=0 and clip=None, and no budget")
     size = check_dataset(dataset)
     check_model(model)
+    ranks = find_ranks(process_group)
+    share_weights(ranks, model)
     plan = make_plan(model, method)
     check_plan(model, plan)
     check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
@@ -125,7 +139,11 @@ def privatize(
         max_batch=max_batch,
         loss_reduction=loss_reduction,
     )
-    streams = Streams.from_system() if seed is None else Streams.from_seed(seed)
+    check_same(
+        ranks, {**vars(settings), "method": method, "secure_noise": secure_noise, **describe_optimizer(optimizer)}
+    )
+    streams = share_streams(ranks, Streams.from_system() if seed is None else Streams.from_seed(seed))
+    header = {**settings.header(), "seed_known": streams.known, "secure_noise": secure_noise}
     return Run(
         model,
         optimizer,
@@ -134,13 +152,14 @@ def privatize(
         settings=settings,
         streams=streams,
         noise=noise_source(streams, secure=secure_noise),
-        ledger=Ledger({**settings.header(), "seed_known": streams.known, "secure_noise": secure_noise}, folder),
+        ledger=share_ledger(ranks, lambda: Ledger(header, folder)),
         scheduler=scheduler,
         collate_fn=collate_fn,
         workers=workers,
         pin_memory=pin_memory,
         public_loss=public_loss,
         probe=probe,
+        ranks=ranks,
     )
 
 
@@ -253,6 +272,7 @@ def _positive(name: str, value: Any) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Refuse models that mix the examples of a batch, or that are not ready."""
+    refuse_wrappers(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise UnsupportedError(
