@@ -384,7 +384,7 @@ class Run:
         self.ranks.sum(clipped.total)
         digest, accepted = self.ranks.from_first(lambda: self._publish(clipped))
         if not self.ranks.first:
-            assert self._record(digest) == accepted, "all ranks have the same ledger"
+            self._record(digest)  # their copy of the ledger, in memory
         if not accepted:
             self._discarded += 1
             self._started = False
