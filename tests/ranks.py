@@ -23,7 +23,13 @@ SIZE = 40
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["rgp", "torch._dynamo", "torch.distributed.fsdp", "safetensors.torch", "dp_accounting.pld.privacy_loss_distribution"]
+    [
+        "rgp",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "safetensors.torch",
+        "dp_accounting.pld.privacy_loss_distribution",
+    ]
 )  # imported once, for all
 
 
@@ -36,21 +42,27 @@ class Ranks:
         self._pipes, self.processes = [], []
         for rank in range(size):
             receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(target=_entry, args=(sender, store, rank, size, timeout, work, args), daemon=True)
+            process = _context.Process(
+                target=_entry, args=(sender, store, rank, size, timeout, work, args), daemon=True
+            )
             process.start()
             sender.close()
             self._pipes.append(receiver)
             self.processes.append(process)
 
-    def results(self, patience: float = 90.0) -> list[Any]:
-        """What each rank returned; an exception as an exception, None for a process that died."""
-        found = []
+    def results(self, patience: float = 90.0, *, first: float | None = None) -> list[Any]:
+        """What each rank returned; an exception as an exception, None for a process that died.
+
+        patience: seconds to wait for a rank; `first` for the first one.
+        """
+        found: list[Any] = []
         for process, pipe in zip(self.processes, self._pipes, strict=True):
+            wait = patience if first is None or found else first
             try:
-                found.append(pipe.recv() if pipe.poll(patience) else TimeoutError("no answer"))
+                found.append(pipe.recv() if pipe.poll(wait) else TimeoutError("no answer"))
             except EOFError:
                 found.append(None)
-            process.join(10)
+            process.join(min(wait, 10.0))
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()

@@ -19,10 +19,12 @@ through the same calls. Messages are JSON and tensors, no pickle.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from rgp.streams import Streams
 
 NOTE = 1024  # bytes of a short message, sent in one piece
 PIECE = 1 << 28  # bytes of a long one that are sent at once
+PATIENCE = timedelta(minutes=30)
 HERE, STOPS, LEAVES = 0, 1, 2  # what a rank says when it meets the others
 
 
@@ -222,7 +225,9 @@ class Group(Ranks):
                 message = json.dumps({"value": value}).encode()
             except Exception as found:
                 error = found
-                message = json.dumps({"error": type(found).__name__, "message": str(found)}).encode()
+                message = json.dumps(
+                    {"error": [c.__name__ for c in type(found).__mro__], "message": str(found)}
+                ).encode()
             except BaseException:
                 self._lost = f"rank {self.rank} of {self.size} was interrupted; resume from the last checkpoint"
                 raise
@@ -310,12 +315,32 @@ def _row(standing: Standing) -> list[int]:
     return [*(getattr(standing, f.name) for f in fields(standing) if f.name != "used"), *standing.used]
 
 
-def _error(name: str, message: str) -> Exception:
-    kind = getattr(errors, name, None) or {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}.get(name)
-    return RankError(f"the first rank failed: {name}: {message}") if kind is None else kind(message)
+def _error(names: list[str], message: str) -> Exception:
+    """The first rank's error, for another rank; `names` are its class and what that is a kind of."""
+    known = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError, "OSError": OSError}
+    kind = next((k for name in names if (k := getattr(errors, name, None) or known.get(name)) is not None), None)
+    found: Any = RankError(f"the first rank failed: {names[0]}: {message}") if kind is None else kind(message)
+    found.told = True  # the first rank reports it
+    return found
 
 
 # ---------------------------------------------------------------------- the start of a run
+
+
+@contextmanager
+def launched() -> Iterator[Ranks]:
+    """The processes that torchrun or accelerate launch started, joined for the time of a command; else this one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield find_ranks()
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # the first rank evaluates and saves while the others wait for it
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+    try:
+        yield find_ranks()
+    finally:
+        dist.destroy_process_group()
 
 
 def find_ranks(process_group: dist.ProcessGroup | None = None) -> Ranks:
@@ -407,3 +432,10 @@ def refuse_wrappers(model: nn.Module) -> None:
                 "needed: give privatize the model itself on every process (model.module), and it trains together with the "
                 "others. For sharded weights use torch.distributed.fsdp.fully_shard."
             )
+
+
+def first_then_others(ranks: Ranks, make: Callable[[], Any]) -> Any:
+    """`make` on every rank, but on the first one before the others: it may fill a cache that they find filled."""
+    kept: list[Any] = []
+    ranks.from_first(lambda: kept.append(make()))
+    return kept[0] if ranks.first else make()

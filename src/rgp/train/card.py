@@ -73,6 +73,9 @@ def summarize(
         "ledger_head": run.ledger.head,
         "device": str(parts.device),
         "threads": torch.get_num_threads(),
+        "ranks": run.ranks.size,
+        "bytes_per_step": run.traffic.bytes_per_step,
+        "plain_bytes_per_step": run.traffic.plain_bytes_per_step,
         "version": __version__,
     }
 
