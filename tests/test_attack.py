@@ -77,14 +77,14 @@ def test_intervals_hold_the_truth_in_95_of_100_repetitions():
     truth = {"auc": 0.5 * math.erfc(-0.5), "success_rate": 0.5 * math.erfc(-0.5 / math.sqrt(2))}
     truth["tpr_at_0.01"] = 0.5 * math.erfc(-(1 - 2.3263) / math.sqrt(2))
     held = dict.fromkeys(truth, 0)
-    for i in range(60):
+    for i in range(30):
         found = judge(normal(250, 0, 1000 + i), normal(250, 1, 2000 + i), seed=i)
         for name, value in truth.items():
             low, high = found["intervals"][name]
             assert low <= found[name] <= high
             held[name] += low <= value <= high
-    assert held["auc"] >= 52 and held["tpr_at_0.01"] >= 52, held
-    assert held["success_rate"] >= 50, held  # its threshold is chosen, so it lies a little below the best rate
+    assert held["auc"] > 25 and held["tpr_at_0.01"] > 25, held
+    assert held["success_rate"] > 24, held  # its threshold is chosen, so it lies a little below the best rate
 
 
 def test_the_roc_curve_is_that_of_the_normal_distribution():
@@ -161,10 +161,10 @@ def run(tmp_path_factory):
         "model.name=mlp",
         "model.width=64",
         "training.epochs=null",
-        "training.steps=60",
+        "training.steps=25",
         "training.batch_size=400",
     ]
-    changes += ["training.microbatch_size=400", "run.threads=1", "data.held_out=0.5"]
+    changes += ["training.microbatch_size=400", "run.threads=1", "data.held_out=0.5", "optimizer.lr=0.4"]
     sets = [word for change in changes for word in ("--set", change)]
     result = rgp("train", "--preset", "digits-nonprivate", *sets, "--out", out)
     assert result.exit_code == 0, result.output
@@ -181,10 +181,10 @@ def rgp(*words):
 
 def test_rgp_attack_runs_all_three_and_keeps_the_results_out_of_the_model(run, monkeypatch):
     before = {p.name: p.read_bytes() for p in (run / "model").iterdir()}
-    result = rgp("attack", run, "--shadows", 6, "--json")
+    result = rgp("attack", run, "--shadows", 4, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert list(found["attacks"]) == ["loss threshold", "LiRA", "RMIA"] and found["shadows"] == 6
+    assert list(found["attacks"]) == ["loss threshold", "LiRA", "RMIA"] and found["shadows"] == 4
     assert found["covered_by_the_guarantee"] is False and found["promised"] is None
     for one in found["attacks"].values():
         assert set(one["intervals"]) == {"success_rate", "auc", "tpr_at_0.001", "tpr_at_0.01"}
@@ -208,9 +208,9 @@ def test_rgp_attack_runs_all_three_and_keeps_the_results_out_of_the_model(run, m
     monkeypatch.setattr(shadow_models, "_train_one", lambda *a: trained.append(a[-1].name) or train(*a))
     cache = next((run / "attack").iterdir())
     sorted(cache.glob("*.npy"))[3].unlink()  # an attack that was stopped goes on with what is missing, and nothing else
-    again = json.loads(rgp("attack", run, "--shadows", 6, "--json").stdout)
+    again = json.loads(rgp("attack", run, "--shadows", 4, "--json").stdout)
     assert trained == ["shadow-0-003"] and again["attacks"] == found["attacks"]
-    assert [p.suffix for p in cache.iterdir()] == [".npy"] * 6
+    assert [p.suffix for p in cache.iterdir()] == [".npy"] * 4
 
 
 def test_without_shadows_the_loss_threshold_alone_is_run(run):

@@ -36,6 +36,7 @@ from rgp import methods
 from rgp._version import __version__
 from rgp.accounting import Budget
 from rgp.clips import CLIP_RULES
+from rgp.distributed import Ranks, find_ranks, share_ledger, share_streams
 from rgp.engine import Run, check_optimizer
 from rgp.ledger import Ledger, make_folder, sync_folder
 from rgp.methods import Method
@@ -58,7 +59,12 @@ Tensors = dict[str, Tensor]
 
 
 def save(run: Run, folder: Folder) -> None:
-    """Write a checkpoint. May be called at any time; an unfinished logical batch is repeated after resuming."""
+    """Write a checkpoint. May be called at any time; an unfinished logical batch is repeated after resuming.
+
+    Of several ranks the first one writes, and the others need not call it.
+    """
+    if not run.ranks.first:
+        return
     _safetensors()
     if run._closed:
         raise ValueError("the run is closed; save it before closing")
@@ -121,7 +127,7 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
         },
         "scheduler": None if run.scheduler is None else _scheduler_to_json(run.scheduler),
         "secure_noise": not isinstance(run._noise, PhiloxNoise),
-        "replay": _replay_conditions(run.settings),
+        "replay": _replay_conditions(run.settings, run.ranks),
         "adapted_clip": run._adapted,
         "ema": None if run.ema is None else run.ema.decay,
         "augments": run._augment is not None,
@@ -165,6 +171,7 @@ def resume(
     method: Method | None = None,
     batch_size: int | Callable[[int], int] | None = None,
     probe: bool = True,
+    process_group: Any = None,
 ) -> Run:
     """Go on with a run that `run.save(folder)` saved: weights, optimizer, scheduler and all settings are as they were.
 
@@ -173,6 +180,8 @@ def resume(
         the checkpoint cannot be computed again to the bit: they are drawn afresh and charged again.
     lengths: as for the first start; micro-batches are cut by it, so another choice has the same effect.
     method, batch_size: need not be given; if they are, they must be the saved run's.
+    process_group: as for privatize. The number of processes may change, with the same effect as microbatch_size. The
+        folder need only exist for the first process: it reads for all.
 
     >>> import tempfile, torch, rgp
     >>> def parts():
@@ -185,15 +194,15 @@ def resume(
     0
     """
     _safetensors()
-    folder = Path(folder)
-    name = _latest(folder)
-    if name is None:
+    folder, ranks = Path(folder), find_ranks(process_group)
+    name = (ranks.read(folder / LATEST) or b"").decode().strip()
+    if not name:
         raise FileNotFoundError(
             f"{folder} holds no checkpoint: run.save(folder) was never called, or this is not the folder. Releases "
             "that its ledger records were made nevertheless."
         )
     here = folder / name
-    state = _read_state(here)
+    state = _read_state(here, ranks)
     method = _method(state["method"], method)
     settings = _settings_from_json(state["settings"])
     plan = Plan(tuple(_entry(e) for e in state["plan"]), method)
@@ -208,16 +217,17 @@ def resume(
     if microbatch_size is not None:
         settings = replace(settings, microbatch_size=microbatch_size)
 
-    ledger = Ledger.open(folder, append=True)
+    ledger = share_ledger(ranks, lambda: Ledger.open(folder, append=True))
     try:
         ledger.check_contains(state["ledger"]["count"], state["ledger"]["head"])
         _check_header(ledger, settings)
         if ledger.repaired:
             warnings.warn(ledger.repaired)
-        secret, private = _read_secret(folder / SECRET, name)
-        streams = secret or Streams.from_system()
-        _load_weights(model, here, state["aliases"])
-        optimizer.load_state_dict(decode(state["optimizer"]["state"], _read_tensors(here / "optimizer.safetensors")))
+        secret, private = _read_secret(folder / SECRET, name, ranks)
+        streams = share_streams(ranks, secret or Streams.from_system())
+        _load_weights(model, _read_tensors(here / "model.safetensors", ranks), state["aliases"])
+        tensors = _read_tensors(here / "optimizer.safetensors", ranks)
+        optimizer.load_state_dict(decode(state["optimizer"]["state"], tensors))
         if scheduler is not None:
             scheduler.load_state_dict(decode(state["scheduler"]["state"], {}))
         run = Run(
@@ -238,26 +248,28 @@ def resume(
             augment=augment,
             ema=state["ema"],
             probe=probe,
+            ranks=ranks,
         )
     except BaseException:
         ledger.close()
         raise
     run.step_index, run._adapted = state["step"], state["adapted_clip"]
-    same = secret is not None and state["replay"] == _replay_conditions(settings)
+    same = ranks.from_first(lambda: secret is not None and state["replay"] == _replay_conditions(settings, ranks))
     run._replay_from = state["ledger"]["count"] if same else ledger.count
     run.bad_examples, run._never_used = private["bad_examples"], set(private["never_used"])
     run._secret_file = folder / SECRET
     device = next(iter(run._parameters.values())).device
     if run._initial:
-        run._initial = {k: t.to(device) for k, t in _read_tensors(folder / INITIAL).items()}
-    for key, pair in _pairs(_read_tensors(here / "carriers.safetensors")).items():
+        run._initial = {k: t.to(device) for k, t in _read_tensors(folder / INITIAL, ranks).items()}
+    for key, pair in _pairs(_read_tensors(here / "carriers.safetensors", ranks)).items():
         slot = run._slots[key]
         assert isinstance(slot, CarriedSlot)
         slot.set_carriers(pair[0].to(device), pair[1].to(device), slot.sides)
     for kept, name_of in ((run.ema, "ema"), (run._power, "power")):
         if kept is not None:
-            kept.state = {k: t.to(device) for k, t in _read_tensors(here / f"{name_of}.safetensors").items()}
-    if secret is None and not run.finished:
+            tensors = _read_tensors(here / f"{name_of}.safetensors", ranks)
+            kept.state = {k: t.to(device) for k, t in tensors.items()}
+    if secret is None and not run.finished and ranks.first:
         warnings.warn(
             f"{folder / SECRET} is missing, so the random streams start anew: nothing can be repeated, and the "
             f"{ledger.count - state['ledger']['count']} releases on record after the checkpoint are lost, but charged."
@@ -310,24 +322,24 @@ def _without_version(value: Any) -> Any:
     return {k: v for k, v in value.items() if k != "version"} if isinstance(value, dict) else value
 
 
-def _read_secret(path: Path, name: str) -> tuple[Streams | None, dict[str, Any]]:
+def _read_secret(path: Path, name: str, ranks: Ranks) -> tuple[Streams | None, dict[str, Any]]:
     private: dict[str, Any] = {"bad_examples": 0, "never_used": []}
-    if not path.exists():
+    data = ranks.read(path)
+    if data is None:
         return None, private
-    if os.name == "posix" and path.stat().st_mode & 0o077:
+    if ranks.first and os.name == "posix" and path.stat().st_mode & 0o077:
         warnings.warn(f"{path} can be read by others, who can then take the noise away. Protect it: chmod 600 {path}")
-    content = json.loads(path.read_text())
+    content = json.loads(data)
     return Streams(bytes.fromhex(content["secret"]), known=content["known"]), content["private"].get(name, private)
 
 
-def _load_weights(model: nn.Module, here: Path, aliases: Mapping[str, str]) -> None:
-    weights = _read_tensors(here / "model.safetensors")
+def _load_weights(model: nn.Module, weights: Tensors, aliases: Mapping[str, str]) -> None:
     model.load_state_dict({**weights, **{alias: weights[name] for alias, name in aliases.items()}})
 
 
-def _replay_conditions(settings: Settings) -> dict[str, int]:
+def _replay_conditions(settings: Settings, ranks: Ranks) -> dict[str, int]:
     """What a release must have in common with the one on record to have a chance of being equal to the bit."""
-    return {"microbatch_size": settings.microbatch_size, "threads": torch.get_num_threads(), "processes": 1}
+    return {"microbatch_size": settings.microbatch_size, "threads": torch.get_num_threads(), "processes": ranks.size}
 
 
 # ---------------------------------------------------------------------- what the run is, as JSON
@@ -486,13 +498,21 @@ def _write_tensors(path: Path, tensors: Tensors) -> None:
         os.fsync(file.fileno())
 
 
-def _read_tensors(path: Path) -> Tensors:
+def _read_tensors(path: Path, ranks: Ranks) -> Tensors:
     """As tensors of their own: what safetensors gives may be a window on the file."""
-    return {k: t.clone() for k, t in _safetensors().load_file(path).items()}
+    if ranks.size == 1:
+        return {k: t.clone() for k, t in _safetensors().load_file(path).items()}
+    return {k: t.clone() for k, t in _safetensors().load(_read(path, ranks)).items()}
 
 
-def _read_state(checkpoint: Path) -> dict[str, Any]:
-    state = json.loads((checkpoint / STATE).read_text())
+def _read(path: Path, ranks: Ranks) -> bytes:
+    if (data := ranks.read(path)) is None:
+        raise FileNotFoundError(f"{path} is missing, and the checkpoint cannot be read without it")
+    return data
+
+
+def _read_state(checkpoint: Path, ranks: Ranks = Ranks()) -> dict[str, Any]:  # noqa: B008
+    state = json.loads(_read(checkpoint / STATE, ranks))
     if state["format"] != FORMAT:
         raise ValueError(f"{checkpoint} has format {state['format']!r}; this version of rgp reads {FORMAT}")
     return state

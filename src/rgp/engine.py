@@ -4,6 +4,7 @@ carriers     released state -> L, R                                     carriers
 sampling     a Poisson batch, cut into micro-batches                    sampling.py
 capture      forward and backward -> per-example carrier gradients      capture.py, rules/, slots.py
 clipping     one norm per example, clip, sum                            clipping.py
+ranks        sums of all processes meet on the first, if there are more distributed.py
 noise        N(0, (sigma C)^2) on every entry of the sum                noise.py
 ledger       the release is on record before it is used                 ledger.py
 reconstruct  noisy dL, dR -> a full-size gradient -> any optimizer      reconstruct.py
@@ -27,6 +28,7 @@ from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.clipping import ClippedSum, Gradients
 from rgp.clips import AdaptiveClip, group_of
+from rgp.distributed import HERE, STOPS, Ranks, Standing, Traffic
 from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
@@ -69,8 +71,10 @@ class Run:
         augment: Callable[[Any], Any] | None = None,
         ema: float | None = None,
         probe: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         rules.load()
+        self.ranks = Ranks() if ranks is None else ranks
         self.model, self.optimizer, self.dataset = model, optimizer, dataset
         self.plan, self.settings, self.ledger = plan, settings, ledger
         self.scheduler = scheduler
@@ -124,6 +128,8 @@ class Run:
         self._replay_from = 0  # lines of the ledger before this one are not computed again, see rgp.resume
         self._allowed = 0  # releases that are known to fit in the budget
         self._failed = False  # whether run.step did not get through
+        self._stop = self._stopped = False  # whether the loop is to end early, and whether it did, see stop
+        self._step_bytes = 0  # sent between ranks in the last step
         self._secret_file: Path | None = None  # where rgp.checkpoint keeps the secret of the streams
         self._watch = Watch(model)
         self._started = False  # whether carriers and layout of this step are in place
@@ -152,14 +158,17 @@ class Run:
             raise WrongUseError("this run is closed; make a new one with privatize, or rgp.resume a saved one")
         self._leave()
         self._drop_partial()
-        self._failed = False
+        self._failed = self._stop = self._stopped = False
         self._iterator = token = object()
         return self._batches(token)
 
     def _batches(self, token: object) -> Iterator[Any]:
         try:
             loader = None
-            while not self.finished:
+            while not (self.finished or self._stopped):
+                if self._stop:
+                    self.ranks.meet(self._standing(STOPS))
+                    return
                 self._begin_step()
                 step, discarded, parts = self.step_index, self._discarded, self._microbatches(self.step_index)
                 if not parts:
@@ -187,7 +196,10 @@ class Run:
                             "is repeated."
                         )
                     self._leave()
-                assert self.step_index > step or self._discarded > discarded, "the last micro-batch ends its step"
+                    if self._stop:
+                        break
+                ended = self.step_index > step or self._discarded > discarded
+                assert ended or self._stop or self._stopped, "the last micro-batch ends its step"
         finally:
             if token is self._iterator:
                 self._leave()
@@ -264,6 +276,13 @@ class Run:
         """C of the current (or last) step; None without clipping."""
         return self.settings.bound(min(self.step_index, self.settings.steps - 1), self._adapted).clip
 
+    def stop(self) -> None:
+        """End the loop where it stands, on all ranks; the logical batch that is not finished is dropped.
+
+        Nothing of it was released, and the next loop over this run draws it again.
+        """
+        self._stop = True
+
     @property
     def finished(self) -> bool:
         """Whether all planned steps were taken, or the budget allows no further one."""
@@ -320,6 +339,12 @@ class Run:
         return self._gradients.norms
 
     @property
+    def traffic(self) -> Traffic:
+        """What a step sends between ranks, and what plain data-parallel training would send."""
+        plain = 2 * sum(p.numel() * p.element_size() for p in (self._parameters[name] for name in self._slots))
+        return Traffic(self.ranks.size, self._step_bytes, plain if self.ranks.size > 1 else 0)
+
+    @property
     def never_used(self) -> tuple[str, ...]:
         """Trained parameters that no micro-batch has used so far: they received noise and nothing else."""
         return tuple(name for name in self._slots if name in self._never_used)
@@ -347,7 +372,7 @@ class Run:
             parameter.grad = None
         if self._moves is not None:
             self._moves.warn()
-        if self._never_used and self.step_index:
+        if self._never_used and self.step_index and self.ranks.first:
             warnings.warn(
                 f"{len(self._never_used)} trained parameters were never used by the model and received noise only: "
                 f"{', '.join(self.never_used[:5])}. Freeze them with the method's overrides."
@@ -356,7 +381,9 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and not (self._closed or self.finished):
+            self.ranks.leave(self._standing(HERE), error)
         self.close()
 
     # ------------------------------------------------------------------ one step of Algorithm 1
@@ -418,12 +445,26 @@ class Run:
         """Noise, ledger, rebuild, optimizer: the release of one logical batch."""
         step = self.step_index
         clipped = self._gradients.take()
-        noisy = self._add_noise(clipped)
-        if not self._record(noisy):
+        self._noise_std = self._std(clipped) / self.settings.batch_size(step)
+        sent = self.ranks.sent
+        all_ranks = self.ranks.meet(self._standing(HERE, clipped.bad_examples))
+        if all_ranks.condition == STOPS:
+            self._drop_partial()
+            self._stopped = True
+            return
+        self.ranks.sum(clipped.total)
+        digest, accepted = self.ranks.from_first(lambda: self._publish(clipped))
+        if not self.ranks.first:
+            self._record(digest)  # their copy of the ledger, in memory
+        if not accepted:
             self._discarded += 1
             self._started = False
             return
-        self.bad_examples += clipped.bad_examples
+        noisy = clipped.total
+        self.ranks.send(noisy)
+        self._step_bytes = self.ranks.sent - sent
+        self.bad_examples += all_ranks.bad_examples
+        self._never_used = {name for name, used in zip(self._slots, all_ranks.used, strict=True) if not used}
         if self._observe is not None:
             self._observe(step, noisy)
         self._adapt(noisy)
@@ -456,24 +497,44 @@ class Run:
             count = noisy[-1].item() / bound.count_weight
             self._adapted = rule.next(bound.clip, count, self.settings.batch_size(self.step_index))
 
-    def _add_noise(self, clipped: ClippedSum) -> Tensor:
+    def _standing(self, condition: int, bad_examples: int = 0) -> Standing:
+        """Where this rank is, for the others to compare with."""
+        carried = [slot for slot in self._slots.values() if isinstance(slot, CarriedSlot)]
+        return Standing(
+            condition,
+            step=self.step_index,
+            attempt=self._attempt,
+            releases=self.ledger.count,
+            weights=self.ranks.fingerprint(self._parameters[name] for name in self._slots),
+            carriers=self.ranks.fingerprint(tensor for slot in carried for tensor in (slot.Lt, slot.R)),
+            bad_examples=bad_examples,
+            used=tuple(int(name not in self._never_used) for name in self._slots),
+        )
+
+    def _publish(self, clipped: ClippedSum) -> tuple[str | None, bool]:
+        """Noise and record, on the first rank alone: (digest of the noisy sum, whether it may be used)."""
+        noisy = self._add_noise(clipped)
+        # the digest only serves replay from disk; without a folder there is nothing to replay from
+        digest = None if self.ledger.path is None else hashlib.sha256(noisy.cpu().numpy().data).hexdigest()
+        return digest, self._record(digest)
+
+    def _std(self, clipped: ClippedSum) -> float:
+        """Of the noise on every entry of the sum."""
         sigma = self.settings.sigma(self.step_index)
-        self._noise_std = 0.0
-        if sigma > 0:
-            std = sigma * clipped.sensitivity
-            self._noise_std = std / self.settings.batch_size(self.step_index)
+        return sigma * clipped.sensitivity if sigma > 0 else 0.0
+
+    def _add_noise(self, clipped: ClippedSum) -> Tensor:
+        if (std := self._std(clipped)) > 0:
             self._noise.add(clipped.total, std=std, step=self.step_index, attempt=self._attempt)
         return clipped.total
 
-    def _record(self, noisy: Tensor) -> bool:
+    def _record(self, digest: str | None) -> bool:
         """Put the release on record. False: it must not be used, and the step is done again with a fresh draw.
 
         After a crash the ledger may hold this step already. The same digest is the same release and costs nothing more.
         Any difference means that this noise was used on another sum: it must not be released twice.
         """
         step = self.step_index
-        # the digest only serves replay from disk; without a folder there is nothing to replay from
-        digest = None if self.ledger.path is None else hashlib.sha256(noisy.cpu().numpy().data).hexdigest()
         known = [r for r in self.ledger.of_step(step) if r["attempt"] == self._attempt]
         if known:
             return digest is not None and known[0]["digest"] == digest
@@ -481,6 +542,7 @@ class Run:
             step=step,
             attempt=self._attempt,
             digest=digest,
+            processes=self.ranks.size,
             **self.settings.charge(step, self._bound),
         )
         return True
@@ -521,7 +583,7 @@ class Run:
         attempt = self._attempt if step == self.step_index else self._attempts(step)[0]
         rate, cap = settings.rate(step), settings.max_batch
         indices = draw(self._streams, step, settings.dataset_size, rate, attempt=attempt, max_batch=cap)
-        return cut(indices, settings.microbatch_size, self._lengths)
+        return cut(self.ranks.share(indices), settings.microbatch_size, self._lengths)
 
     def _attempts(self, step: int) -> list[int]:
         """The draws to try for a step, in order: those on record that can be computed again, then one never used."""

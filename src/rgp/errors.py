@@ -11,3 +11,7 @@ class WrongUseError(RuntimeError):
 
 class LedgerError(RuntimeError):
     """The record of releases is damaged, or does not belong to this run."""
+
+
+class RankError(RuntimeError):
+    """Another process of a distributed run died, left or differs, so none of them can go on."""

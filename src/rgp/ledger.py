@@ -117,6 +117,18 @@ class Ledger:
             raise
         return self
 
+    @classmethod
+    def from_text(cls, data: bytes) -> Ledger:
+        """A ledger in memory with the lines of another one."""
+        self = cls.__new__(cls)
+        self._clear()
+        self._load(data)
+        return self
+
+    def text(self) -> bytes:
+        """All lines, as they stand on disk."""
+        return b"".join(map(_line, [self.header, *self.records]))
+
     def _load(self, data: bytes) -> None:
         whole, newline, torn = data.rpartition(b"\n")
         if not newline:
@@ -259,7 +271,7 @@ class Ledger:
                 )
             new = path.with_suffix(f".{os.getpid()}.new")
             with open(new, "wb") as file:
-                file.write(b"".join(map(_line, [self.header, *self.records])))
+                file.write(self.text())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, path)

@@ -14,6 +14,15 @@ from torch import Tensor, nn
 from rgp import accounting
 from rgp.accounting import Budget
 from rgp.clips import LARGEST, SMALLEST, ClipRule, GroupClip, first_norm, group_of
+from rgp.distributed import (
+    check_same,
+    describe_optimizer,
+    find_ranks,
+    refuse_wrappers,
+    share_ledger,
+    share_streams,
+    share_weights,
+)
 from rgp.engine import Run, check_optimizer
 from rgp.errors import UnsupportedError
 from rgp.ledger import Ledger
@@ -56,6 +65,7 @@ def privatize(
     lengths: Any = None,
     public_loss: Callable[[], Tensor] | None = None,
     probe: bool = True,
+    process_group: Any = None,
 ) -> Run:
     """Make a private training run out of a model, its optimizer and a dataset. Nothing is wrapped or renamed.
 
@@ -97,6 +107,8 @@ def privatize(
     public_loss: for source="public": computes a loss of the model on public data.
     probe: once, before the first release, repeat the model's call with one example replaced, and refuse a model in which
         that changes another example's activations.
+    process_group: the torch.distributed processes that train together, by default all of them where torch.distributed is
+        initialised. Every process makes this same call; the first one's weights are sent to the others. docs/distributed.md
     """
     method = RGP() if method is None else method
     if not isinstance(method, Method):
@@ -117,6 +129,8 @@ def privatize(
     size = check_dataset(dataset)
     check_lengths(lengths, size)
     check_model(model)
+    ranks = find_ranks(process_group)
+    share_weights(ranks, model)
     plan = make_plan(model, method)
     check_plan(model, plan)
     check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
@@ -143,7 +157,12 @@ def privatize(
         raise ValueError(f"views={views} without augment= would train on {views} copies of each example; give augment")
     if isinstance(clip, GroupClip):
         group_of(clip, [e.name for e in plan.trained])
-    streams = Streams.from_system() if seed is None else Streams.from_seed(seed)
+    check_same(
+        ranks,
+        {**vars(settings), "method": method, "secure_noise": secure_noise, "ema": ema, **describe_optimizer(optimizer)},
+    )
+    streams = share_streams(ranks, Streams.from_system() if seed is None else Streams.from_seed(seed))
+    header = {**settings.header(), "seed_known": streams.known, "secure_noise": secure_noise}
     return Run(
         model,
         optimizer,
@@ -152,7 +171,7 @@ def privatize(
         settings=settings,
         streams=streams,
         noise=noise_source(streams, secure=secure_noise),
-        ledger=Ledger({**settings.header(), "seed_known": streams.known, "secure_noise": secure_noise}, folder),
+        ledger=share_ledger(ranks, lambda: Ledger(header, folder)),
         scheduler=scheduler,
         collate_fn=collate_fn,
         workers=workers,
@@ -162,6 +181,7 @@ def privatize(
         augment=augment,
         ema=ema,
         probe=probe,
+        ranks=ranks,
     )
 
 
@@ -284,6 +304,7 @@ def _positive(name: str, value: Any) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Refuse models that mix the examples of a batch, or that are not ready."""
+    refuse_wrappers(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise UnsupportedError(

@@ -24,10 +24,11 @@ class Streams:
     False
     """
 
-    def __init__(self, secret: bytes, *, known: bool) -> None:
+    def __init__(self, secret: bytes, *, known: bool, rank: int = 0) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"secret must have {SECRET_BYTES} bytes; got {len(secret)}")
         self.secret = secret
+        self._rank = rank  # of a distributed run: dropout and augmentation are its own, all else is common
         self.known = known  # a user gave the seed: the guarantee does not hold against whoever knows it
         self._keys = {
             purpose: np.frombuffer(hashlib.blake2b(secret, digest_size=16, person=purpose.encode()).digest(), np.uint64)
@@ -50,8 +51,8 @@ class Streams:
         return np.random.Generator(np.random.Philox(key=self._keys[purpose], counter=counter))
 
     def torch_seed(self, step: int, part: int) -> int:
-        """A seed for torch's own generator, which drives dropout. 63 bits; nothing private rests on it."""
-        return int(self.generator("dropout", step, part=part).integers(0, 2**63 - 1))
+        """A seed for torch's own generator, which drives dropout. 63 bits; nothing private rests on it. Each rank's own."""
+        return int(self.generator("dropout", step, part=part + (self._rank << 40)).integers(0, 2**63 - 1))
 
     def loading_seed(self, step: int, part: int) -> int:
         """A seed for what a dataset and its collate_fn draw at random (augmentation), per micro-batch."""

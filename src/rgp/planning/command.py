@@ -27,7 +27,9 @@ def plan(
     ] = None,
     rank: Annotated[int, typer.Option(help="Rank of the carriers, and of DP-LoRA's factors.")] = 8,
     sides: Annotated[str, typer.Option(help="both, left, right or alternate.")] = "both",
-    source: Annotated[str, typer.Option(help="Carriers from history (keeps W_0), weight, momentum or random.")] = "history",
+    source: Annotated[
+        str, typer.Option(help="Carriers from history (keeps W_0), weight, momentum or random.")
+    ] = "history",
     batch: Annotated[int, typer.Option(help="Expected examples per optimizer step, over all ranks.")] = 1024,
     microbatch: Annotated[int, typer.Option(help="Examples that go through the model at once.")] = 32,
     seq: Annotated[int, typer.Option(help="Tokens per example.")] = 128,

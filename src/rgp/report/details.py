@@ -105,8 +105,8 @@ def _promise_facts(run: Run) -> list[tuple[str, str]]:
     """What the privacy card says besides: so that the page and the card can be held against each other."""
     head = run.text("ledger_head")
     return [
-        ("privacy unit", "one row" if run.epsilon is not None else "–"),
-        ("neighbouring data sets", "one row added or removed" if run.epsilon is not None else "–"),
+        ("privacy unit", run.text("unit") or "one row" if run.epsilon is not None else "–"),
+        ("neighbouring data sets", "one such unit added or removed" if run.epsilon is not None else "–"),
         ("audited lower bound on ε", _audit(run)),
         ("membership attack", "was run" if run.attack else "was not run"),
         ("ledger head", f"{head[:16]}…" if head else "–"),

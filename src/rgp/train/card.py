@@ -76,6 +76,9 @@ def summarize(
         "ledger_head": run.ledger.head,
         "device": str(parts.device),
         "threads": torch.get_num_threads(),
+        "ranks": run.ranks.size,
+        "bytes_per_step": run.traffic.bytes_per_step,
+        "plain_bytes_per_step": run.traffic.plain_bytes_per_step,
         "version": __version__,
     }
 
@@ -151,7 +154,7 @@ def card_text(card: dict[str, Any]) -> str:
         lines += [
             f"**Proven: ({epsilon}, {delta:g})-differential privacy** for {card['unit']}.",
             "",
-            "Whether any one row was used or not, no outcome of this training, the weights here included, becomes more",
+            f"Whether any {short_unit(card['unit'])} was used or not, no outcome of this training, the weights here included, becomes more",
             f"than e^{epsilon} = {_big(math.exp(float(epsilon)))} times as likely, except with probability {delta:g}.",
         ]
         if "attack_bound" in card:
@@ -169,7 +172,7 @@ def card_text(card: dict[str, Any]) -> str:
     sampling = card["sampling"]
     facts = [
         ("protected", card["unit"]),
-        ("neighbouring data sets", "one row is added or removed"),
+        ("neighbouring data sets", f"{short_unit(card['unit'])} is added or removed"),
         ("accountant", ACCOUNTANTS[card["accountant"]]),
         (
             "sampling",
@@ -190,6 +193,9 @@ def card_text(card: dict[str, Any]) -> str:
     ]
     if "accuracy" in card and card["accuracy"] is not None:
         facts.insert(-3, ("accuracy", f"{card['accuracy']:.4f} on the published test split"))
+        for name in card:
+            if name == "perplexity" or name.startswith("accuracy_"):
+                facts.insert(-3, (name.replace("_", ", "), f"{card[name]:.4f} on the published test split"))
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
     if card["preprocessing"]:
         lines += ["Preprocessing used fixed, public constants only:", ""]
@@ -234,6 +240,11 @@ def _amend(folder: RunFolder, name: str, value: Any) -> None:
         card = {**folder.read_json(path), name: value}
         folder.write_json(path, card)
         folder.write_text(folder.model / "privacy_card.md", card_text(card))
+
+
+def short_unit(unit: str) -> str:
+    """The words 'one row' of 'one row of the training data'."""
+    return unit.split(" of ")[0]
 
 
 def round_up(epsilon: float, digits: int = 3) -> str:

@@ -73,7 +73,7 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
         if getattr(config.model, leaf) != plain and not config.model.name.startswith("wrn"):
             words = f"model.{leaf} = {short(not plain)}: is for wide ResNets, so this must be {short(plain)}"
             mistakes.add(words, f"model.{leaf}", "model.name")
-    allowed: tuple[str, ...] = ("rank",) if method.name in ("powersgd", "dp-powersgd") else ()
+    allowed: tuple[str, ...] = ("rank",) if method.name in ("powersgd", "dp-powersgd", "dp-lora") else ()
     allowed = CARRIED if method.name in ("rgp", "rgp-random", "residual-off") else allowed
     for leaf in CARRIED:
         value = getattr(method, leaf)
@@ -90,6 +90,38 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
         words = f"run.device = {config.run.device}: must be auto, cpu, cuda or cuda with a number, such as cuda:1"
         mistakes.add(words, "run.device")
     _check_names(config.data, config.model, mistakes)
+    _check_language(config, mistakes)
+
+
+def _check_language(config: Config, mistakes: Mistakes) -> None:
+    """Keys that only Hugging Face models have, and what goes with what among them."""
+    data, model, method = config.data, config.model, config.method
+    if method.name == "dp-lora" and not (method.rank is None or isinstance(method.rank, int)):
+        words = f"method.rank = {short(method.rank)}: the rank of adapters must be one whole number"
+        mistakes.add(words, "method.rank")
+    if model_is_image(model):
+        if method.name == "dp-lora":
+            mistakes.add(f"method.name = dp-lora: needs a Hugging Face model; {model.name} is none", "method.name")
+        for leaf, plain in (("task", "classify"), ("pooling", None), ("head", "linear"), ("centre", "none")):
+            value = getattr(model, leaf)
+            if value != plain:
+                words = f"model.{leaf} = {value}: is for Hugging Face models, so this must be {plain or 'null'}"
+                mistakes.add(words, f"model.{leaf}", "model.name")
+    if model.pooling is None:
+        for leaf, plain in (("head", "linear"), ("centre", "none")):
+            if getattr(model, leaf) != plain:
+                words = f"model.{leaf} = {getattr(model, leaf)}: needs model.pooling = cls or mean"
+                mistakes.add(words, f"model.{leaf}", "model.pooling")
+    if model.task == "causal-lm":
+        if model.pooling is not None:
+            words = f"model.pooling = {model.pooling}: is for classifiers, so with task causal-lm it must be null"
+            mistakes.add(words, "model.pooling")
+        if data.unit is None:
+            words = "data.unit = null: task causal-lm needs document, line or block: what one example is, and protected"
+            mistakes.add(words, "data.unit")
+    elif data.unit is not None:
+        words = f"data.unit = {data.unit}: is for language models, so it needs model.task = causal-lm"
+        mistakes.add(words, "data.unit", "model.task")
 
 
 def model_is_image(model: ModelConfig) -> bool:
@@ -99,7 +131,7 @@ def model_is_image(model: ModelConfig) -> bool:
 def _check_names(data: DataConfig, model: ModelConfig, mistakes: Mistakes) -> None:
     images = model_is_image(model)
     hub = "/" in model.name and not model.name.startswith((".", "/", "~"))
-    if not images and not hub and not Path(model.name).expanduser().is_dir():
+    if not images and not hub and model.name not in WEIGHTS and not Path(model.name).expanduser().is_dir():
         near = perhaps(model.name, IMAGE_MODELS)
         mistakes.add(
             f"model.name = {model.name}: {near}must be one of {', '.join(IMAGE_MODELS)}, a folder with a Hugging Face "

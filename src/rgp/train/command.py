@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +82,7 @@ def train(
       rgp train --preset cifar10-mini-rgp --print-config > my.yaml
       rgp train my.yaml --out runs/mine                         with your own settings
       rgp train --resume --out runs/mine                        after an interruption
+      torchrun --nproc-per-node 2 -m rgp train --preset digits-rgp       by two processes together
     """
     with exit_codes():
         from rgp.train import config as configs
@@ -100,15 +102,25 @@ def train(
                 raise ValueError("--resume needs --out, the folder of the run to go on with")
             out = Path("runs") / (config.stem if config is not None else preset or "run")
 
+        from rgp.distributed import launched
         from rgp.train import progress, runner
 
-        settings = runner.resumed_config(out, given) if resume else given
-        assert settings is not None
-        shown = progress.for_stream()
-        with spoken_warnings(shown):
-            summary = runner.train(
-                settings, out, progress=shown, resume=resume, diagnostics=diagnostics, tensorboard=tensorboard
-            )
+        with launched() as ranks:
+            settings = runner.resumed_config(out, given, ranks) if resume else given
+            assert settings is not None
+            shown = progress.for_stream() if ranks.first else progress.Silent()
+            with spoken_warnings(shown):
+                summary = runner.train(
+                    settings,
+                    out,
+                    progress=shown,
+                    resume=resume,
+                    diagnostics=diagnostics,
+                    tensorboard=tensorboard,
+                    ranks=ranks,
+                )
+        if not ranks.first:
+            return None
         if as_json:
             typer.echo(json.dumps(summary, allow_nan=False))
         else:
@@ -138,6 +150,8 @@ def evaluate(
             typer.echo(json.dumps(result, allow_nan=False))
             return
         typer.echo(f"accuracy {result['accuracy']:.4f} and loss {result['loss']:.4f} on {result['rows']} held-out rows")
+        for name, value in extra_scores(result):
+            typer.echo(f"{name} {value:.4f}")
         if not result["accuracy_is_publishable"]:
             typer.echo("  These rows are private data: the guarantee does not cover numbers computed from them.")
         if result["epsilon"] is None:
@@ -190,21 +204,34 @@ def show_presets(as_json: bool) -> None:
         typer.echo(f"{name:<{width}}  {line}")
 
 
+def extra_scores(result: dict[str, Any]) -> list[tuple[str, float]]:
+    """What is measured besides accuracy: perplexity, further test sets."""
+    return [(k, v) for k, v in result.items() if k in ("perplexity", "accuracy_mismatched")]
+
+
 def show_summary(summary: dict[str, Any], out: Path) -> None:
-    from rgp.train.card import round_up
+    from rgp.train.card import round_up, short_unit
 
     accuracy = "unknown" if summary["accuracy"] is None else f"{summary['accuracy']:.4f}"
     typer.echo(f"accuracy  {accuracy} on {summary['held_out_rows']} held-out rows")
+    for name, value in extra_scores(summary):
+        typer.echo(f"{name}  {value:.4f}")
     if summary["epsilon"] is None:
         typer.echo("privacy   NONE: trained without noise")
     else:
         spent = round_up(summary["epsilon"])
-        typer.echo(f"privacy   epsilon {spent} at delta {summary['delta']:g}, for one row added or removed")
+        typer.echo(f"privacy   epsilon {spent} at delta {summary['delta']:g}, for {short_unit(summary['unit'])} added or removed")
         if summary["seed"] is not None:
             typer.echo("          a seed was given: no protection against whoever knows it")
     typer.echo(
         f"cost      {summary['wall_seconds']:.1f} s, {summary['peak_memory_bytes'] / 2**20:.0f} MiB for training"
     )
+    if summary["ranks"] > 1:
+        thin, plain = summary["bytes_per_step"], summary["plain_bytes_per_step"]
+        typer.echo(
+            f"ranks     {summary['ranks']}; {thin / 1024:,.1f} KiB per step between them, {plain / thin:.1f} times less than "
+            "plain DistributedDataParallel"
+        )
     typer.echo(f"model     {out / 'model'}")
     if (out / "report.html").exists():
         typer.echo(f"report    {out / 'report.html'}")
@@ -225,7 +252,7 @@ def spoken_warnings(shown: Any) -> Iterator[None]:
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Every failure as a clear message and an exit code that means something."""
-    from rgp.errors import LedgerError, UnsupportedError, WrongUseError
+    from rgp.errors import LedgerError, RankError, UnsupportedError, WrongUseError
     from rgp.train.errors import DemoError, Interrupted
 
     try:
@@ -239,7 +266,9 @@ def exit_codes() -> Iterator[None]:
     except Exception as error:
         if disk := disk_error(error):
             _stop(f"{_words(disk)}. {_KEPT}", NO_DISK, error)
-        if isinstance(error, (OSError, LedgerError, UnsupportedError, WrongUseError, ImportError, DemoError)):
+        if isinstance(
+            error, (OSError, LedgerError, RankError, UnsupportedError, WrongUseError, ImportError, DemoError)
+        ):
             _stop(_words(error), FAILED, error)
         raise
 
@@ -267,5 +296,9 @@ def _words(error: BaseException) -> str:
 
 
 def _stop(message: str, code: int, error: BaseException) -> None:
-    typer.echo(f"rgp: {message}", err=True)
+    """Of several ranks, each reports what it alone knows; what all of one machine find, its first one reports."""
+    shared = isinstance(error, (ValueError, FileNotFoundError, KeyboardInterrupt)) or code > 128
+    if not getattr(error, "told", False) and not (shared and os.environ.get("LOCAL_RANK", "0") != "0"):
+        rank = os.environ.get("RANK", "0")
+        typer.echo(f"rgp{'' if rank == '0' else f' (rank {rank})'}: {message}", err=True)
     raise typer.Exit(code) from error

@@ -8,16 +8,23 @@ from typing import Any
 
 from rgp import accounting
 from rgp.ledger import Ledger
-from rgp.train.setup import example_losses
+from rgp.train.setup import example_losses, scores
 from rgp.train.weights import load_trained
 
 
 def evaluate_run(out: Path) -> dict[str, Any]:
     settings, parts, source = load_trained(out)
     batch = settings.training.microbatch_size or 32
-    losses, right = example_losses(
-        parts.model, parts.data.test, collate_fn=parts.data.collate_fn, device=parts.device, batch_size=batch
-    )
+
+    def measure(dataset: Any) -> Any:
+        return example_losses(
+            parts.model, dataset, collate_fn=parts.data.collate_fn, device=parts.device, batch_size=batch
+        )
+
+    losses, right = measure(parts.data.test)
+    found = scores(losses, right, parts.data.test, settings)
+    for name, test in parts.data.more_tests.items():
+        found[f"accuracy_{name}"] = scores(*measure(test), test, settings)["accuracy"]
     ledger = Ledger.open(out)
     delta, accountant = ledger.header["delta"], ledger.header["accountant"]
     spent = accounting.epsilon(ledger.events(), delta=delta, accountant=accountant)
@@ -25,7 +32,7 @@ def evaluate_run(out: Path) -> dict[str, Any]:
     return {
         "run": str(out),
         "weights": source,
-        "accuracy": right.float().mean().item(),
+        **found,
         "loss": losses.mean().item(),
         "rows": len(right),
         "accuracy_is_publishable": parts.published_test,

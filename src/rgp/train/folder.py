@@ -119,6 +119,19 @@ class RunFolder:
                 self.write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), mode=mode)
 
 
+class Elsewhere(RunFolder):
+    """The folder as the other ranks of a distributed run see it: on the first rank's disk, and not theirs to write."""
+
+    def write_text(self, path: Path, text: str, *, mode: int = 0o666) -> None: ...
+
+    def append(self, path: Path, row: Mapping[str, Any]) -> None: ...
+
+    def rows(self, path: Path) -> list[dict[str, Any]]:
+        return []
+
+    def rewind(self, step: int) -> None: ...
+
+
 def check_writable(path: Path) -> None:
     """PermissionError before any work, where the folder (or the one it will be made in) cannot be written."""
     there = path

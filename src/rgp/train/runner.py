@@ -5,6 +5,8 @@ settings ok -> folder free -> data, model -> rgp.privatize -> steps, evaluations
 
 from __future__ import annotations
 
+import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +17,13 @@ import torch
 import rgp
 from rgp import checkpoint
 from rgp.bench.measure import MemoryMeter
+from rgp.distributed import Ranks, first_then_others
 from rgp.engine import Run
 from rgp.ledger import Ledger
 from rgp.train import card, config, setup
 from rgp.train.config import Config, ConfigError
 from rgp.train.errors import Interrupted, RunFolderError
-from rgp.train.folder import RunFolder
+from rgp.train.folder import Elsewhere, RunFolder
 from rgp.train.meters import Clock, EpsilonSoFar, Seen, Signals
 from rgp.train.progress import Board, Progress
 from rgp.train.setup import Parts
@@ -36,27 +39,27 @@ def train(
     diagnostics: bool = False,
     tensorboard: bool = False,
     parts: Parts | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Train into a new folder, or go on with the run that is in it. Returns the content of its summary.json.
 
     parts: made already, by setup.make with the same settings and other rows (rgp.attacks.shadows).
+    Of several ranks, the first one alone looks at the folder, writes into it, evaluates and tells of progress.
     """
-    folder = RunFolder(out)
     if tensorboard:
         Board.needed()
-    if resume:
-        folder.check_resumable()
-        if folder.finished:
-            progress.say(f"{out} is finished already; nothing was done")
-            return folder.read_json(folder.summary)
-    else:
-        folder.check_free()
+    ranks = Ranks() if ranks is None else ranks
+    folder = RunFolder(out) if ranks.first else Elsewhere(out)
+    where = ranks.from_first(lambda: look(folder, resume))
+    if where == "finished":
+        progress.say(f"{out} is finished already; nothing was done")
+        return folder.read_json(folder.summary) if ranks.first else {}
     began = time.monotonic()
-    parts = setup.make(settings) if parts is None else parts
+    parts = first_then_others(ranks, lambda: setup.make(settings)) if parts is None else parts
     session = Session(settings, parts, folder, progress, began=began, diagnostics=diagnostics)
-    run = session.go_on() if resume and folder.latest.exists() else session.begin(again=resume)
+    run = session.go_on() if where == "checkpoint" else session.begin(again=resume)
     with run:
-        board = Board(out, run.step_index) if tensorboard else None
+        board = Board(out, run.step_index) if tensorboard and ranks.first else None
         try:
             session.train(run, board)
         finally:
@@ -64,6 +67,17 @@ def train(
             if board is not None:
                 board.close()
         return session.finish(run)
+
+
+def look(folder: RunFolder, resume: bool) -> str:
+    """What there is to do: "finished" (nothing), "checkpoint" (to go on from), "begin"."""
+    if not resume:
+        folder.check_free()
+        return "begin"
+    folder.check_resumable()
+    if folder.finished:
+        return "finished"
+    return "checkpoint" if folder.latest.exists() else "begin"
 
 
 class Session:
@@ -98,7 +112,7 @@ class Session:
     def begin(self, *, again: bool = False) -> Run:
         """A new run; `again` for a folder in which one was begun, and stopped before its first checkpoint."""
         settings, parts, folder = self.config, self.parts, self.folder
-        if again:
+        if again and not isinstance(folder, Elsewhere):
             discard_stillborn(folder)
         budget = None
         if settings.budget.epsilon is not None:
@@ -179,7 +193,7 @@ class Session:
     def train(self, run: Run, board: Board | None = None) -> None:
         """All steps that are left. Interrupted once the run is saved, if somebody asked to stop."""
         parts, progress, model = self.parts, self.progress, self.parts.model
-        curve = EpsilonSoFar(run) if self.config.private else None
+        curve = EpsilonSoFar(run) if self.config.private and run.ranks.first else None
         meter = MemoryMeter("cuda" if parts.device.type == "cuda" else "cpu")
         run.save(self.folder.path)
         progress.start(self.config.method.name, run.step_index, run.settings.steps)
@@ -203,14 +217,14 @@ class Session:
                         epsilon = None if curve is None else curve.after(run)
                         if due:
                             self.evaluate(run, seen, epsilon, board)
-                        progress.step(done, epsilon=epsilon, examples=seen.examples)
+                        progress.step(done, epsilon=epsilon, examples=seen.examples * run.ranks.size)
                         seen.examples = 0
                         if now - saved >= self.config.run.checkpoint_seconds and not run.finished:
                             run.save(self.folder.path)
                             saved = time.monotonic()
                         resting += time.monotonic() - now
-                    if signals.number is not None and not run.finished:
-                        break
+                    if signals.number is not None:
+                        run.stop()  # on all ranks
             if run.step_index > done:  # empty draws at the very end
                 self.evaluate(run, seen, None if curve is None else curve.after(run), board)
         finally:
@@ -219,11 +233,13 @@ class Session:
         if not run.finished:
             progress.stop()
             self.folder.write_json(self.folder.summary, self.summarize(run))
-            assert signals.number is not None
-            raise Interrupted(self.folder.path, run.step_index, run.settings.steps, signals.number)
+            number = signals.number or signal.SIGINT  # of another rank
+            raise Interrupted(self.folder.path, run.step_index, run.settings.steps, number)
 
     def evaluate(self, run: Run, seen: Seen, epsilon: float | None, board: Board | None) -> None:
         """Accuracy on held-out rows: where anyone may see it if the rows are a published test split, apart if not."""
+        if not run.ranks.first:
+            return
         data = self.parts.data
         with run.averaged():
             found = setup.scores(*self.losses(data.test), data.test, self.config)
@@ -265,6 +281,8 @@ class Session:
 
     def finish(self, run: Run) -> dict[str, Any]:
         """model/ with its card, then summary.json, which says that all is done, then the report."""
+        if not run.ranks.first:
+            return {}
         if self.accuracy is None:
             self.evaluate(run, Seen(False), None, None)
         summary = self.summarize(run)
@@ -275,11 +293,17 @@ class Session:
         return summary
 
 
-def resumed_config(out: Path, given: Config | None) -> Config:
+def resumed_config(out: Path, given: Config | None, ranks: Ranks | None = None) -> Config:
     """The config of the run in `out`; if another one was given as well, it must be the same."""
-    folder = RunFolder(out)
-    folder.check_resumable()
-    saved = config.load(folder.config)
+    folder, ranks = RunFolder(out), Ranks() if ranks is None else ranks
+    ranks.from_first(folder.check_resumable)
+    if ranks.size == 1:
+        saved = config.load(folder.config)
+    else:
+        with tempfile.TemporaryDirectory() as copy:
+            path = Path(copy) / folder.config.name
+            path.write_bytes(ranks.read(folder.config) or b"")
+            saved = config.load(path)
     if given is not None and given != saved:
         old, new = saved.to_dict(), given.to_dict()
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rgp.train import card, config, setup
+from rgp.train import card, config, language, setup
 from rgp.train.config import Config
 from rgp.train.errors import RunFolderError
 from rgp.train.folder import RunFolder
@@ -35,7 +36,8 @@ def publish(folder: RunFolder, settings: Config, parts: Parts, made: dict[str, A
         }
         folder.write_json(draft / "model.json", about)
     else:
-        parts.model.save_pretrained(draft)  # type: ignore[operator]
+        model: Any = language.without_adapters(copy.deepcopy(parts.model))
+        model.save_pretrained(draft)
         parts.tokenizer.save_pretrained(draft)
     folder.write_json(draft / "privacy_card.json", made)
     folder.write_text(draft / "privacy_card.md", card.card_text(made))
@@ -66,5 +68,7 @@ def load_trained(out: Path) -> tuple[Config, Parts, str]:
     else:
         raise RunFolderError(f"{out} has neither a trained model nor a checkpoint yet")
     parts = setup.make(settings)
+    if source == "model":
+        parts.model = language.without_adapters(parts.model)
     load_model(parts.model, str(weights))
     return settings, parts, source
