@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import random
+import tempfile
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -167,7 +169,7 @@ def test_noise_variance_of_rebuilt_gradients_by_simulation():
     generator = seeded(0)
     Lt = torch.linalg.qr(torch.randn(7, 2, generator=generator, dtype=torch.float64)).Q.T.contiguous()
     R = torch.linalg.qr(torch.randn(5, 2, generator=generator, dtype=torch.float64)).Q.T.contiguous()
-    draws = 20000
+    draws = 4000
     for left, right in ((True, True), (True, False), (False, True)):
         squares = torch.zeros(7, 5, dtype=torch.float64)
         for _ in range(draws):
@@ -217,14 +219,14 @@ def test_adam_corrected_sees_the_signal_under_the_noise():
 def test_adam_corrected_is_told_the_noise_of_a_run(sides):
     """With no examples' gradient (all zero), what is left of the squares after correction is near zero on average."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 3))
+    model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 9))
     for p in model.parameters():
         p.data *= 0.1
-    optimizer = AdamCorrected(model.parameters(), lr=0.0, betas=(0.0, 0.99))
+    optimizer = AdamCorrected(model.parameters(), lr=0.0, betas=(0.0, 0.999))
     data = [(torch.zeros(40), 0)] * 50
     method = rgp.RGP(rank=3, sides=sides, source="random", head_scale=0.5)
     run = rgp.privatize(
-        model, optimizer, data, method=method, noise_multiplier=2.0, clip=3.0, batch_size=20, steps=300, seed=0
+        model, optimizer, data, method=method, noise_multiplier=2.0, clip=3.0, batch_size=20, steps=80, seed=0
     )
     squares = {}
     for x, y in run:
@@ -234,8 +236,8 @@ def test_adam_corrected_is_told_the_noise_of_a_run(sides):
             squares[name] = squares.get(name, 0) + optimizer.state[p]["exp_avg"].square()
     run.close()
     for name, p in model.named_parameters():
-        noise = (squares[name] / 300).mean()
-        left = optimizer.state[p]["exp_avg_sq"].mean()
+        noise = (squares[name] / 80).mean()
+        left = optimizer.state[p]["exp_avg_sq"].mean() / (1 - 0.999**80)  # a plain mean over the steps, nearly
         assert noise > 0 and abs(left) < 0.25 * noise, name
 
 
@@ -307,16 +309,15 @@ def write_rows(folder, task, rows=48, seed=0):
 
 
 def load_sst2_like(bert_folder, rows, **options):
-    from pathlib import Path
-    from tempfile import mkdtemp
-
-    path = Path(mkdtemp()) / "rows.csv"
-    path.write_text("text,label\n" + "\n".join(f"{text},{label}" for text, label in rows))
-    return load(DataSpec(name=str(path), tokenizer=bert_folder, max_length=32, **options))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.csv"
+        path.write_text("text,label\n" + "\n".join(f"{text},{label}" for text, label in rows))
+        return load(DataSpec(name=str(path), tokenizer=bert_folder, max_length=32, **options))
 
 
 def settings(changes, preset=None):
-    return config.load(preset=preset, changes=changes)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as empty:
+        return config.load(None if preset else Path(empty.name), preset=preset, changes=changes)
 
 
 def train(settings, out):
