@@ -120,7 +120,8 @@ def test_files_that_cannot_be_read(tmp_path):
     file = tmp_path / "config.yaml"
     assert mistakes(preset=None, file=file) == [f"config file '{file}' does not exist"]
     file.write_text("method: {name: rgp\n")
-    assert "is not YAML" in mistakes(preset=None, file=file)[0]
+    (only,) = mistakes(preset=None, file=file)
+    assert "is not YAML" in only
     file.write_text("method:\n  rank: 1\n  rank: 2\n")
     assert "key 'rank' is written twice (line 3)" in mistakes(file=file)[0]
     file.write_text("- a\n- b\n")

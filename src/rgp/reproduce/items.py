@@ -14,6 +14,7 @@ scales         scale -> {seeds, columns}; column -> {preset, set, rows, leave_ou
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ class Column:
     matrices: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Cell:
     """One run, and its place."""
 
@@ -81,9 +82,17 @@ class Cell:
             changes["data.folder"] = str(data)
         return config.load(preset=self.preset, changes=as_changes(changes))
 
+    @property
+    def exists(self) -> bool:
+        """Whether its preset does: without, it can neither run nor be found among what is finished."""
+        return self.measure == "cost" or self.preset in config.presets()
+
+    @functools.cached_property
     def key(self) -> str:
         if self.measure == "cost":
             return digest({"axis": self.column.name, **self.options})
+        if not self.exists:
+            return digest([self.preset, dict(self.changes), self.seed])
         about: Any = fingerprint(self.settings())
         return about if self.record != "spectra" else digest([about, dict(self.options)])
 
@@ -166,7 +175,19 @@ def read(
         if "values" in about:
             options["values"] = about["values"]
         if content["measure"] == "cost":
-            cells.append(Cell(item=name, row="", column=column, x=None, seed=0, measure="cost", preset="", changes={}, options=options))
+            cells.append(
+                Cell(
+                    item=name,
+                    row="",
+                    column=column,
+                    x=None,
+                    seed=0,
+                    measure="cost",
+                    preset="",
+                    changes={},
+                    options=options,
+                )
+            )
             continue
         for row, shared in rows.items():
             if row in about.get("leave_out", ()):
@@ -211,7 +232,9 @@ def read(
     )
 
 
-def _values(axis: Mapping[str, Any] | None, column: Mapping[str, Any], row: Mapping[str, Any]) -> Sequence[float | None]:
+def _values(
+    axis: Mapping[str, Any] | None, column: Mapping[str, Any], row: Mapping[str, Any]
+) -> Sequence[float | None]:
     if axis is None:
         return [None]
     values: list[float | None] = list(column.get("x", axis["values"]))

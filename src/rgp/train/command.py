@@ -284,7 +284,8 @@ def exit_codes() -> Iterator[None]:
         _stop(_words(error), WRONG_USE, error)
     except Exception as error:
         if disk := disk_error(error):
-            _stop(f"{_words(disk)}. {_KEPT}", NO_DISK, error)
+            before_work = isinstance(disk, PermissionError) and disk.errno is None  # folder.check_writable says all
+            _stop(_words(disk) if before_work else f"{_words(disk)}. {_KEPT}", NO_DISK, error)
         if isinstance(
             error, (OSError, LedgerError, RankError, UnsupportedError, WrongUseError, ImportError, DemoError)
         ):

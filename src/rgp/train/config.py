@@ -95,6 +95,7 @@ def _collect(content: Any, given: dict[str, Any], mistakes: Mistakes) -> None:
     if content is None:
         return
     if not isinstance(content, Mapping):
+        mistakes.no_base = True
         mistakes.append(f"the config must be sections with keys below them; got {content!r}")
         return
     for section, keys in content.items():
@@ -170,6 +171,7 @@ def _parse(content: str, where: str, mistakes: Mistakes) -> Any:
     try:
         return yaml.load(content, _Loader)
     except (yaml.YAMLError, TypeError) as error:  # TypeError: a list as a key
+        mistakes.no_base = True
         mistakes.append(f"{where} is not YAML: {' '.join(str(error).split())}")
         return None
 
