@@ -370,7 +370,7 @@ class Run:
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(self._required_grad[name])
             parameter.grad = None
-        if self._moves is not None:
+        if self._moves is not None and self.ranks.first:
             self._moves.warn()
         if self._never_used and self.step_index and self.ranks.first:
             warnings.warn(
