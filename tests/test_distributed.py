@@ -24,6 +24,7 @@ from rgp.distributed import find_ranks
 from rgp.errors import RankError, UnsupportedError
 from rgp.ledger import FILE, Ledger
 from rgp.sampling import draw
+from rgp.sharding import whole
 from rgp.streams import Streams
 
 
@@ -511,3 +512,81 @@ def test_torchrun_trains(tmp_path):
     assert (out / "model" / "model.safetensors").exists() and (out / "report.html").exists()
     assert {line["processes"] for line in lines(out)} == {2}
     assert not (out / "secret.json").exists()
+
+
+# ---------------------------------------------------------------------- sharded weights
+
+
+class Tower(nn.Module):
+    """Linear layers, carried and exact; one with rows that two ranks cannot share evenly."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 12), nn.Tanh())
+        self.wide, self.head = nn.Linear(12, 8, bias=False), nn.Linear(8, 3)
+        self.double()
+        with torch.no_grad():
+            for tensor in self.state_dict().values():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) / 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.wide(self.layers(x))))
+
+
+def tower(sharded: bool, kind: str = "sgd", frozen: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, Data]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Tower()
+    if sharded:
+        for layer in (model.layers[0], model.layers[2], model.wide):
+            fully_shard(layer)
+        fully_shard(model)
+    if kind == "adam":
+        return model, torch.optim.AdamW(model.parameters(), lr=0.02), Data()
+    return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.01), Data()
+
+
+def whole_weights(model: nn.Module) -> dict[str, np.ndarray]:
+    return {name: whole(p.detach()).numpy().copy() for name, p in model.state_dict().items()}
+
+
+def tower_run(sharded: bool, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer, data = tower(sharded, kind)
+    run = rgp.privatize(model, optimizer, data, **{**OPTIONS, **options})
+    with run:
+        ran = train(run)
+        weights = whole_weights(model)
+        local = {n: type(p).__name__ for n, p in model.named_parameters()}
+        return {
+            "weights": weights,
+            "ran": ran,
+            "kinds": local,
+            "initial": len(run._initial),
+            "proved": not run._unproved,
+        }
+
+
+SHARDED = {"overrides": {"wide*": "exact"}, "rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "options"),
+    [
+        (2, "sgd", {"method": rgp.RGP(**SHARDED)}),
+        (3, "adam", {"method": rgp.RGP(**SHARDED), "noise_multiplier": 0.5, "batch_size": 2, "microbatch_size": 1}),
+        (2, "sgd", {"method": rgp.DPSGD(), "clip": 0.2}),
+    ],
+    ids=["rgp", "noise-and-fillers", "dpsgd"],
+)
+def test_sharded_weights_train_as_whole_ones_do(size, kind, options):
+    """fully_shard on 2 and 3 ranks against one process with the whole model, of which exactness is tested elsewhere."""
+    (alone,) = launch(tower_run, 1, False, kind, options)
+    found = launch(tower_run, size, True, kind, options)
+    for rank in found:
+        assert set(rank["kinds"].values()) == {"DTensor"}
+        assert close(alone["weights"], rank["weights"])
+        assert rank["ran"] == found[0]["ran"], "all ranks make the same passes"
+    assert not close(alone["weights"], {n: w.numpy() for n, w in Tower().state_dict().items()}, 1e-2)
+    if options.get("microbatch_size") != 1:
+        assert all(rank["proved"] for rank in found)
