@@ -555,7 +555,12 @@ def tower_run(sharded: bool, kind: str, options: dict[str, Any]) -> dict[str, An
     model, optimizer, data = tower(sharded, kind)
     run = rgp.privatize(model, optimizer, data, **{**OPTIONS, **options})
     with run:
-        ran = train(run)
+        ran = []
+        for x, y in run:
+            ran.append(run.step_index)
+            run.step(nn.functional.cross_entropy(model(x), y))
+            with torch.no_grad():  # an evaluation, which leaves some weights whole
+                model(data.x[:2])
         weights = whole_weights(model)
         local = {n: type(p).__name__ for n, p in model.named_parameters()}
         return {
@@ -590,3 +595,51 @@ def test_sharded_weights_train_as_whole_ones_do(size, kind, options):
     assert not close(alone["weights"], {n: w.numpy() for n, w in Tower().state_dict().items()}, 1e-2)
     if options.get("microbatch_size") != 1:
         assert all(rank["proved"] for rank in found)
+
+
+def sharded_part(folder: Path, until: int, extra: int) -> dict[str, Any]:
+    model, optimizer, data = tower(True, "adam")
+    options = {**OPTIONS, "method": rgp.RGP(**SHARDED), "noise_multiplier": 1.0}
+    run = rgp.privatize(model, optimizer, data, folder=folder, **options)
+    train(run, until=until)
+    run.save(folder)
+    if extra:
+        train(run, until=until + extra)
+    return {"weights": whole_weights(model)}
+
+
+def sharded_rest(folder: Path, sharded: bool) -> dict[str, Any]:
+    model, optimizer, data = tower(sharded, "adam")
+    run = rgp.resume(folder, model, optimizer, data)
+    resumed = run.step_index
+    train(run)
+    return {"weights": whole_weights(model), "resumed": resumed, "lines": run.ledger.count}
+
+
+@pytest.mark.parametrize(("size", "sharded", "charged"), [(2, True, 6), (1, False, 7)], ids=["sharded", "whole"])
+def test_sharded_checkpoints(tmp_path, size, sharded, charged):
+    """Resumed by as many ranks, a run repeats the step in flight to the bit; also one process with whole weights can go on."""
+    options = {"method": rgp.RGP(**SHARDED), "noise_multiplier": 1.0}
+    uninterrupted = launch(tower_run, 2, True, "adam", options)[0]
+    launch(sharded_part, 2, tmp_path / "run", 3, 1)
+    for rank in launch(sharded_rest, size, tmp_path / "run", sharded):
+        assert rank["resumed"] == 3 and rank["lines"] == charged
+        assert equal(uninterrupted["weights"], rank["weights"]) == (size == 2)
+
+
+def sharded_refusal(what: str) -> str:
+    model, optimizer, data = tower(True)
+    more = (
+        {"ema": 0.9} if what == "ema" else {"method": rgp.RGP(source="public"), "public_loss": lambda: torch.zeros(())}
+    )
+    try:
+        rgp.privatize(model, optimizer, data, **{**OPTIONS, **more})
+    except UnsupportedError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["ema", "public loss"])
+def test_what_sharded_weights_cannot_do(what):
+    for said in launch(sharded_refusal, 2, what):
+        assert said.startswith(f"{what} cannot be used with weights that fully_shard has sharded")

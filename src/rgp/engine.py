@@ -623,6 +623,7 @@ class Run:
     def _enter(self, indices: list[int], *, last: bool, part: int, view: int) -> None:
         m = len(indices)
         self._indices = indices
+        self._sharding.reshard()
         if view or self._plain:
             self._gradients.begin_view()
         else:
