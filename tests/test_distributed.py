@@ -496,7 +496,7 @@ def torchrun(*args: str, ranks: int = 2) -> subprocess.Popen:
     return subprocess.Popen([*command, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-COMMAND = ("--preset", "digits-rgp", "--set", "training.epochs=null", "--set", "run.seed=1")
+COMMAND = ("--preset", "digits-rgp", "--set", "training.epochs=null", "--set", "budget.noise_multiplier=1")
 
 
 def test_torchrun_trains(tmp_path):
@@ -616,11 +616,14 @@ def sharded_rest(folder: Path, sharded: bool) -> dict[str, Any]:
     return {"weights": whole_weights(model), "resumed": resumed, "lines": run.ledger.count}
 
 
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return launch(tower_run, 2, True, "adam", {"method": rgp.RGP(**SHARDED), "noise_multiplier": 1.0})[0]
+
+
 @pytest.mark.parametrize(("size", "sharded", "charged"), [(2, True, 6), (1, False, 7)], ids=["sharded", "whole"])
-def test_sharded_checkpoints(tmp_path, size, sharded, charged):
+def test_sharded_checkpoints(tmp_path, uninterrupted, size, sharded, charged):
     """Resumed by as many ranks, a run repeats the step in flight to the bit; also one process with whole weights can go on."""
-    options = {"method": rgp.RGP(**SHARDED), "noise_multiplier": 1.0}
-    uninterrupted = launch(tower_run, 2, True, "adam", options)[0]
     launch(sharded_part, 2, tmp_path / "run", 3, 1)
     for rank in launch(sharded_rest, size, tmp_path / "run", sharded):
         assert rank["resumed"] == 3 and rank["lines"] == charged
@@ -643,3 +646,22 @@ def sharded_refusal(what: str) -> str:
 def test_what_sharded_weights_cannot_do(what):
     for said in launch(sharded_refusal, 2, what):
         assert said.startswith(f"{what} cannot be used with weights that fully_shard has sharded")
+
+
+def sharded_stop() -> tuple[int, dict[str, Any]]:
+    """One rank wants to stop in the middle of a logical batch; then all go on."""
+    model, optimizer, data = tower(True)
+    run = rgp.privatize(model, optimizer, data, **{**OPTIONS, "method": rgp.RGP(**SHARDED), "microbatch_size": 1})
+    for x, y in run:
+        run.step(nn.functional.cross_entropy(model(x), y))
+        if run.step_index == 2 and run.ranks.rank == 1:
+            run.stop()
+    stopped = run.step_index
+    train(run)
+    return stopped, whole_weights(model)
+
+
+def test_sharded_runs_stop_together():
+    (alone,) = launch(tower_run, 1, False, "sgd", {"method": rgp.RGP(**SHARDED)})
+    for stopped, weights in launch(sharded_stop, 2):
+        assert stopped == 2 and close(alone["weights"], weights)

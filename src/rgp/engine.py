@@ -181,7 +181,7 @@ class Run:
         try:
             loader = None
             while not (self.finished or self._stopped):
-                if self._stop:
+                if self._stop and not self._sharding.active:
                     self.ranks.meet(self._standing(STOPS))
                     return
                 self._begin_step()
@@ -211,7 +211,7 @@ class Run:
                             "is repeated."
                         )
                     self._leave()
-                    if self._stop:
+                    if self._stop and not self._sharding.active:
                         break
                 ended = self.step_index > step or self._discarded > discarded
                 assert ended or self._stop or self._stopped, "the last micro-batch ends its step"
@@ -296,7 +296,8 @@ class Run:
     def stop(self) -> None:
         """End the loop where it stands, on all ranks; the logical batch that is not finished is dropped.
 
-        Nothing of it was released, and the next loop over this run draws it again.
+        Nothing of it was released, and the next loop over this run draws it again. (With sharded weights the loop ends
+        when the next logical batch would have been released.)
         """
         self._stop = True
 
@@ -399,7 +400,8 @@ class Run:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None and not (self._closed or self.finished):
+        # with sharded weights the others wait elsewhere, and will notice that this process is gone
+        if error is not None and not (self._closed or self.finished or self._sharding.active):
             self.ranks.leave(self._standing(HERE), error)
         self.close()
 
@@ -465,7 +467,9 @@ class Run:
         clipped = self._gradients.take()
         self._noise_std = self._std(clipped) / self.settings.batch_size(step)
         sent = self.ranks.sent
-        all_ranks = self.ranks.meet(self._standing(HERE, clipped.bad_examples))
+        # with sharded weights no rank may leave out a pass, so this is the first moment at which to stop
+        condition = STOPS if self._stop and self._sharding.active else HERE
+        all_ranks = self.ranks.meet(self._standing(condition, clipped.bad_examples))
         if all_ranks.condition == STOPS:
             self._drop_partial()
             self._stopped = True
