@@ -156,15 +156,13 @@ def test_every_row_is_in_half_of_the_shadows():
 def run(tmp_path_factory):
     for module in ("yaml", "typer", "safetensors", "sklearn"):
         pytest.importorskip(module)
-    out = tmp_path_factory.mktemp("runs") / "a"
-    changes = [
-        "model.name=mlp",
-        "model.width=64",
-        "training.epochs=null",
-        "training.steps=25",
-        "training.batch_size=400",
-    ]
-    changes += ["training.microbatch_size=400", "run.threads=1", "data.held_out=0.5", "optimizer.lr=0.4"]
+    folder = tmp_path_factory.mktemp("runs")
+    out, rng = folder / "a", np.random.default_rng(0)
+    x = rng.standard_normal((240, 8, 8), dtype=np.float32)  # nothing to learn here: what the model knows, it has seen
+    np.savez(folder / "noise.npz", x=x, y=rng.integers(0, 4, 240))
+    changes = [f"data.name={folder / 'noise.npz'}", "data.held_out=0.5", "model.name=mlp", "model.width=32"]
+    changes += ["training.epochs=null", "training.steps=30", "training.batch_size=120", "training.microbatch_size=120"]
+    changes += ["optimizer.lr=0.2", "run.threads=1", "run.seed=1"]
     sets = [word for change in changes for word in ("--set", change)]
     result = rgp("train", "--preset", "digits-nonprivate", *sets, "--out", out)
     assert result.exit_code == 0, result.output
@@ -188,8 +186,8 @@ def test_rgp_attack_runs_all_three_and_keeps_the_results_out_of_the_model(run, m
     assert found["covered_by_the_guarantee"] is False and found["promised"] is None
     for one in found["attacks"].values():
         assert set(one["intervals"]) == {"success_rate", "auc", "tpr_at_0.001", "tpr_at_0.01"}
-        assert (one["members"], one["nonmembers"]) == (899, 898)
-    assert found["attacks"]["LiRA"]["auc"] > max(0.52, found["attacks"]["loss threshold"]["auc"] - 0.02)
+        assert (one["members"], one["nonmembers"]) == (120, 120)
+        assert one["auc"] > 0.75
     assert found["auc"] == found["attacks"]["loss threshold"]["auc"]
     assert (run / "attack.json").stat().st_mode & 0o077 == 0 and (run / "attack.png").stat().st_size > 1000
     for path in (run / "model").iterdir():

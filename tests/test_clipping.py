@@ -177,7 +177,7 @@ def released_sum(model: nn.Module, data: list, method: rgp.Method, *, clip: floa
             **options,
         )
     found = []
-    run._record = lambda noisy: not found.append(noisy.clone().double())  # the vector before it is divided and rebuilt
+    run._observe = lambda _, noisy: found.append(noisy.clone().double())  # before it is divided and rebuilt
     for x, c in run:
         run.step((model(x) * c).flatten(1).sum(1))  # the data choose inputs and output gradients alike
     run.close()

@@ -6,6 +6,7 @@ functions and its lines there. A ValueError from any command is shown as one lin
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -41,10 +42,14 @@ if typer is not None:
     Steps = Annotated[int | None, typer.Option(help="Number of batches drawn, empty ones included.")]
     Size = Annotated[int | None, typer.Option("--dataset-size", help="Number of examples N.")]
     Batch = Annotated[int | None, typer.Option("--batch-size", help="Expected batch size B; q is then B / N.")]
-    Epochs = Annotated[float | None, typer.Option(help="Passes over the data; the steps are then epochs N / B.")]
+    Epochs = Annotated[
+        float | None, typer.Option(help="Passes over the data; the number of steps is then epochs times N / B.")
+    ]
     Delta = Annotated[
         float | None,
-        typer.Option(help="Probability with which epsilon may not hold. With --dataset-size: 1/(10 N), 1e-5 at most."),
+        typer.Option(
+            help="Probability with which epsilon may fail. Default, with --dataset-size: 1/(10 N), at most 1e-5."
+        ),
     ]
     Accountant = Annotated[
         str, typer.Option(metavar="pld|rdp", help="pld is tight; rdp is larger, for comparison with older papers.")
@@ -223,6 +228,12 @@ def _percent(rate: float) -> str:
     return f"{math.ceil(rate * 1e4) / 1e2:.2f}%"
 
 
+def _flowing(text: str) -> str:
+    """A docstring whose paragraphs the terminal wraps; those after \\b stay as they are."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(p if p.startswith("\b") else " ".join(p.split()) for p in paragraphs)
+
+
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -241,7 +252,7 @@ if typer is not None:
     app = typer.Typer(
         cls=_Commands,
         name="rgp",
-        help="Private training of PyTorch models, and its accounting.",
+        help="Train PyTorch models with differential privacy. New here? rgp demo shows what it costs and gives.",
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -249,9 +260,6 @@ if typer is not None:
     @app.callback()
     def _group() -> None:
         """Keeps `rgp account` a subcommand whatever else is registered."""
-
-    app.command()(account)
-    app.command()(calibrate)
 
     from rgp.analysis import command as _analysis
     from rgp.attacks import command as _attack
@@ -264,3 +272,7 @@ if typer is not None:
 
     for _group_of_commands in (_train, _data, _report, _bench, _analysis, _attack, _audit, _plan):
         _group_of_commands.register(app)
+    app.command()(account)
+    app.command()(calibrate)
+    for _command in app.registered_commands:
+        _command.help = _flowing(_command.callback.__doc__ or "")

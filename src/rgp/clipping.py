@@ -50,13 +50,10 @@ class Gradients:
         self._groups = [_Group(slots) for slots in groups]
         self._slots = [slot for group in self._groups for slot in group.slots]
         self._dtype, self._device = dtype, device
-        self._buffer = torch.empty(0, dtype=dtype, device=device)
+        self._rows = torch.empty(0, 0, dtype=dtype, device=device)
+        self.nbytes = 0  # of the largest buffer so far
         self.norms = torch.empty(0)  # of the last micro-batch, before clipping; private
         self.begin_batch(Bound(None))
-
-    @property
-    def nbytes(self) -> int:
-        return self._buffer.numel() * self._buffer.element_size()
 
     def begin_batch(self, bound: Bound) -> None:
         """Start a logical batch: lay out the columns anew (sides may have changed) and forget any partial sum."""
@@ -83,9 +80,8 @@ class Gradients:
 
     def begin(self, m: int) -> None:
         """Start a micro-batch of m examples: hand every slot its columns."""
-        if self._buffer.numel() < m * self._columns:
-            self._buffer = torch.empty(m * self._columns, dtype=self._dtype, device=self._device)
-        self._rows = self._buffer[: m * self._columns].view(m, self._columns)
+        self._rows = torch.empty(m, self._columns, dtype=self._dtype, device=self._device)
+        self.nbytes = max(self.nbytes, self._rows.nbytes)
         for columns in self._padding:
             self._rows[:, columns] = 0
         for slot in self._slots:
@@ -126,6 +122,9 @@ class Gradients:
             total[-1] += bound.count_weight * halves.sum()
         self._examples += len(rows)
         self._bad += int((~squares.isfinite()).sum())
+        self._rows = rows[:0].clone()  # a new buffer fills up as the next backward pass frees activations: a lower peak
+        for slot in self._slots:
+            slot.end()
 
     def add_plain(self, gradients: Mapping[str, Tensor], m: int) -> None:
         """Without clipping: add gradients that are sums over the m examples of a micro-batch already."""

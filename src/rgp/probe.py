@@ -153,9 +153,10 @@ class _Watch(TorchFunctionMode):
             if func is F.multi_head_attention_forward and y.dim() == 3:
                 y = y.transpose(0, 1)
             if isinstance(y, Tensor) and y.is_floating_point() and y.dim() and len(y) and len(y) % self.m == 0:
-                rows = y.detach().reshape(self.m, -1).double()
+                rows = y.detach().reshape(self.m, -1)
                 weights = torch.cos(torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device))
-                sums = torch.stack([rows @ weights, rows.abs().sum(1)], dim=1)
+                # row by row: in float64 all at once would be the largest thing in memory
+                sums = torch.stack([torch.stack([r @ weights, r.abs().sum()]) for r in map(Tensor.double, rows)])
                 self.seen.append((name, sums, TOLERANCE.get(y.dtype, 1e-2)))
         return result
 

@@ -75,6 +75,9 @@ class Slot:
         """Start a micro-batch: `buffer` (m, width) is this slot's part of the run's buffer, not zeroed."""
         self.used = self.filled = False
 
+    def end(self) -> None:
+        """The micro-batch was clipped and summed: let go of the buffer."""
+
 
 class CarriedSlot(Slot):
     carried = True
@@ -100,6 +103,9 @@ class CarriedSlot(Slot):
         cut = r * p if self.needs_left else 0
         self.left = buffer[:, :cut].view(m, r, p) if self.needs_left else None  # dL_i transposed
         self.right = buffer[:, cut:].view(m, r, d) if self.needs_right else None
+
+    def end(self) -> None:
+        self.left = self.right = None
 
     def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
         u = z = dLt = dR = None
@@ -149,6 +155,9 @@ class DenseSlot(Slot):
     def begin(self, buffer: Tensor) -> None:
         super().begin(buffer)
         self.out = buffer
+
+    def end(self) -> None:
+        self.out = torch.empty(0)
 
     def add_dense(self, gradients: Tensor) -> None:
         gradients = gradients.reshape(len(self.out), -1)

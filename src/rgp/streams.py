@@ -52,7 +52,7 @@ class Streams:
 
     def torch_seed(self, step: int, part: int) -> int:
         """A seed for torch's own generator, which drives dropout. 63 bits; nothing private rests on it. Each rank's own."""
-        return int(self.generator("dropout", step, part=part + (self._rank << 50)).integers(0, 2**63 - 1))
+        return int(self.generator("dropout", step, part=part + (self._rank << 48)).integers(0, 2**63 - 1))
 
     def loading_seed(self, step: int, part: int) -> int:
         """A seed for what a dataset and its collate_fn draw at random (augmentation), per micro-batch."""

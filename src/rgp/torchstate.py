@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -85,6 +86,8 @@ def momentum_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor |
 
 def remove_mode(mode: TorchFunctionMode) -> None:
     """Take a mode off the stack wherever it stands; a loop that was left early may have others above it."""
+    if sys.is_finalizing():  # a loop that nobody finished ends with the interpreter, when torch is gone already
+        return
     above = []
     stack = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     if mode not in stack:

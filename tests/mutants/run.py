@@ -40,11 +40,11 @@ cases, the method), made in a copy, and the test that fails on it and passes wit
 """
 
 
-def prepare(folder: Path, edits: Sequence[tuple[str, str, str]]) -> None:
+def prepare(folder: Path, edits: Sequence[tuple[str, str, str]] = (), *, root: Path = ROOT) -> None:
     """A copy of the project with the edits made; ValueError if a place is not there exactly once."""
     for name in ("src", "tests", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "torture", "img"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "torture", "img"))
+    shutil.copy(root / "pyproject.toml", folder)
     for file, old, new in edits:
         path = folder / "src" / "rgp" / file
         text = path.read_text(encoding="utf-8")
@@ -117,7 +117,11 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("numpy", "pytest", "scipy.stats", "hypothesis", "safetensors.torch", "dp_accounting.pld", "randomgen"):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.optim.SGD([weight]).step()  # the first step of any optimizer imports half of torch
+    libraries = ("numpy", "pytest", "scipy.stats", "scipy.optimize", "hypothesis", "hypothesis.strategies", "randomgen")
+    for name in (*libraries, "safetensors.torch", "dp_accounting.pld", "dp_accounting.rdp", "torch.utils.data"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     with contextlib.suppress(ImportError):
@@ -138,11 +142,13 @@ def run(
     context = multiprocessing.get_context("fork")
     waiting, running, found = list(jobs), {}, {}
     with tempfile.TemporaryDirectory(prefix="rgp-mutants-") as scratch:
+        snapshot = Path(scratch) / "snapshot"  # all are mutants of the same code, whoever edits it meanwhile
+        prepare(snapshot)
         while waiting or running:
             while waiting and len(running) < processes:
                 name, mutant, tests = waiting.pop(0)
-                folder = Path(scratch) / name
-                prepare(folder, mutant.edits if mutant is not None else ())
+                folder = Path(scratch) / name.replace(" ", "-")
+                prepare(folder, mutant.edits if mutant is not None else (), root=snapshot)
                 process = context.Process(target=work, args=(folder, tests, mutant is not None))
                 process.start()
                 running[process.sentinel] = (name, mutant, folder, process, time.monotonic())

@@ -23,6 +23,12 @@ from rgp.train.progress import Progress, Silent
 from rgp.train.setup import Parts
 
 
+def take(dataset: Any, indices: list[int]) -> list[Any]:
+    """Many rows at once, where the data set has a faster way to that."""
+    many = getattr(dataset, "__getitems__", None)
+    return many(indices) if callable(many) and indices else [dataset[i] for i in indices]
+
+
 class Rows:
     """Some rows of two data sets, one after the other."""
 
@@ -36,8 +42,13 @@ class Rows:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> Any:
-        at, size = self._indices[index], len(self._train)
-        return self._train[at] if at < size else self._test[at - size]
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        at, size = [self._indices[i] for i in indices], len(self._train)
+        trained = iter(take(self._train, [i for i in at if i < size]))
+        tested = iter(take(self._test, [i - size for i in at if i >= size]))
+        return [next(trained) if i < size else next(tested) for i in at]
 
 
 def halves(pool: int, shadow: int, seed: int) -> np.ndarray:

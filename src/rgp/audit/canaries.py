@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rgp.attacks.shadows import take
 from rgp.clipping import Gradients
 from rgp.engine import Run
 from rgp.slots import DeferredSlot, Slot
@@ -45,8 +46,12 @@ class WithCanaries:
         return len(self.real) + len(self.canaries)
 
     def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         size = len(self.real)
-        return self.real[index] if index < size else self.canaries[index - size]
+        real = iter(take(self.real, [i for i in indices if i < size]))
+        return [next(real) if i < size else self.canaries[i - size] for i in indices]
 
 
 def blank(item: Any) -> Any:

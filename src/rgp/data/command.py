@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def get(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="One or more names of `rgp data list`.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names from `rgp data list`.")],
     to: Annotated[
         Path | None, typer.Option(help="Folder to keep it in; by default $RGP_DATA, or a folder in your cache.")
     ] = None,
@@ -38,7 +38,9 @@ def get(
 
 
 def list_all(
-    to: Annotated[Path | None, typer.Option(help="Folder to look in.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="Folder to look in; by default $RGP_DATA, or a folder in your cache.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """What is built in, and what of it is on this machine."""

@@ -104,11 +104,9 @@ class Tally(TorchDispatchMode):
 # torch finds most of them in Python, a millisecond an operation; the layers of a model ask the same again and again.
 
 _IN_PLACE = {
-    getattr(_aten, name)
-    for name in (
-        "add_ sub_ mul_ div_ copy_ zero_ fill_ sqrt_ lerp_ addcmul_ addcdiv_ addmm_ addmv_ clamp_min_ masked_fill_ "
-        "normal_ uniform_ bernoulli_"
-    ).split()
+    *(_aten.add_, _aten.sub_, _aten.mul_, _aten.div_, _aten.copy_, _aten.zero_, _aten.fill_, _aten.sqrt_, _aten.lerp_),
+    *(_aten.addcmul_, _aten.addcdiv_, _aten.addmm_, _aten.addmv_, _aten.clamp_min_, _aten.masked_fill_),
+    *(_aten.normal_, _aten.uniform_, _aten.bernoulli_),
 }
 _KNOWN: dict[Any, Any] = {}  # operation and arguments -> shapes of its new tensors
 

@@ -24,6 +24,7 @@ from rgp.slots import DeferredSlot
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _aten = torch.ops.aten
+UNFOLDED = 1 << 19  # entries of an unfolded tensor that are worked on at once
 
 
 class _Geometry:
@@ -40,9 +41,9 @@ class _Geometry:
     def forward(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         return _FORWARD[self.n](x, kernel, bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def input_gradient(self, g: Tensor, x_shape, kernel: Tensor) -> Tensor:
-        like = g.new_empty(1).expand(x_shape)
-        return self._backward(g, like, kernel, [True, False, False])[0]
+    def input_gradient(self, g: Tensor, x: Tensor, kernel: Tensor) -> Tensor:
+        # x gives its shape alone; an expanded scalar would do, but the CPU kernels make it contiguous first
+        return self._backward(g, x, kernel, [True, False, False])[0]
 
     def kernel_gradient(self, g: Tensor, x: Tensor, kernel_shape) -> Tensor:
         like = g.new_empty(1).expand(kernel_shape)
@@ -68,9 +69,15 @@ class _Geometry:
         if r * prod(self.stride) >= c:
             return torch.bmm(u.flatten(2), self.patches(x).transpose(1, 2)).view(m, r, c, k)
         spread = self._spread(u, x.shape[2:])
-        unfolded = unfold(spread, self.k, (1,) * self.n, self.dilation).view(m, r * k, -1)
-        found = torch.bmm(unfolded, x.flatten(2).transpose(1, 2)).view(m, r, k, c)
-        return found.flip(2).transpose(2, 3)
+        positions = x.flatten(2).transpose(1, 2)
+        # on CPU a few examples at a time, so that what was unfolded is still in the cache when it is multiplied
+        few = max(1, UNFOLDED // (r * k * positions.shape[1])) if x.device.type == "cpu" else m
+        parts = [
+            torch.bmm(unfold(spread[i : i + few], self.k, (1,) * self.n, self.dilation), positions[i : i + few])
+            for i in range(0, m, few)
+        ]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return found.view(m, r, k, c).flip(2).transpose(2, 3)
 
     def _spread(self, u: Tensor, size) -> Tensor:
         """u with stride - 1 zeros between its positions, padded so that its windows lie over x's positions."""
@@ -146,8 +153,8 @@ class _Conv(torch.autograd.Function):
     def backward(ctx, g):
         x, kernel = ctx.saved_tensors
         slot, geometry = ctx.slot, ctx.geometry
-        dx = geometry.input_gradient(g, x.shape, kernel.to(g.dtype)) if ctx.needs_x else None
         x = x.to(g.dtype)
+        dx = geometry.input_gradient(g, x, kernel.to(g.dtype)) if ctx.needs_x else None
         if slot.carried:
             _carried(slot, geometry, x, g)
         elif isinstance(slot, DeferredSlot):
@@ -179,7 +186,8 @@ def _carried(slot, geometry, x, g) -> None:
         Lt = slot.Lt.to(g.dtype).view(r, groups, -1).transpose(0, 1)
         u = torch.matmul(Lt, split).reshape(m * groups, r, *g.shape[2:])
         xs = x.reshape(m * groups, x.shape[1] // groups, *x.shape[2:])
-        dR = geometry.correlate(u, xs).flatten(2).view(m, groups, r, -1).sum(1)
+        dR = geometry.correlate(u, xs).flatten(2)
+        dR = dR if groups == 1 else dR.view(m, groups, r, -1).sum(1)
     slot.add_thin(dLt, dR)
 
 

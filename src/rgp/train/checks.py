@@ -7,7 +7,18 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rgp.train.sections import CARRIED, IMAGE_MODELS, IMAGES, TEXTS, UNPROTECTED, Config, DataConfig, ModelConfig, short
+from rgp.train.sections import (
+    CARRIED,
+    IMAGE_MODELS,
+    IMAGES,
+    TEXTS,
+    UNPROTECTED,
+    WEIGHTS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    short,
+)
 
 
 class Mistakes(list[str]):

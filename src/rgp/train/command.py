@@ -54,16 +54,33 @@ def train(
             "--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.", autocompletion=complete_set
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder, a new one. Default: runs/NAME.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to make for this run. Default: runs/ and the name of the preset or of the config file."
+        ),
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out. Nothing is charged twice.")
+        bool,
+        typer.Option("--resume", help="Go on with the interrupted run in --out, from its last checkpoint."),
     ] = False,
     diagnostics: Annotated[
         bool,
-        typer.Option("--diagnostics", help="Also keep clip fractions, gradient norms and NaN counts in private.jsonl."),
+        typer.Option(
+            "--diagnostics",
+            help="Also keep clip fractions, gradient norms and NaN counts, in private.jsonl: not to be published.",
+        ),
     ] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the run's summary as JSON.")] = False,
+    tensorboard: Annotated[
+        bool,
+        typer.Option(
+            "--tensorboard",
+            help="Also write event files: tensorboard/, and tensorboard-private/ for what must not be published.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the run's summary as JSON, and nothing else on stdout.")
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print all settings with their meaning, and stop.")
     ] = False,
@@ -168,7 +185,7 @@ def demo(
     ] = None,
     epsilon: Annotated[float, typer.Option(help="The budget of the two private runs.")] = 8.0,
     seed: Annotated[
-        int | None, typer.Option(help="Repeats a demo exactly; then nothing is protected from you.")
+        int | None, typer.Option(help="Repeat a demo exactly. Who knows the seed can undo the protection.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -220,7 +237,9 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         typer.echo("privacy   NONE: trained without noise")
     else:
         spent = round_up(summary["epsilon"])
-        typer.echo(f"privacy   epsilon {spent} at delta {summary['delta']:g}, for {short_unit(summary['unit'])} added or removed")
+        typer.echo(
+            f"privacy   epsilon {spent} at delta {summary['delta']:g}, for {short_unit(summary['unit'])} added or removed"
+        )
         if summary["seed"] is not None:
             typer.echo("          a seed was given: no protection against whoever knows it")
     typer.echo(
