@@ -44,6 +44,10 @@ class Capture(TorchFunctionMode):
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
 
+    def names(self) -> dict[int, str]:
+        """Id of a trained parameter -> its name."""
+        return {key: slot.entry.name for key, slot in self._slots.items()}
+
     def begin(self, examples: int) -> None:
         self.examples = examples
         self.recomputes = False

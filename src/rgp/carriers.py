@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from rgp.sharding import thin_product
 
 Pair = tuple[Tensor, Tensor]
 TOLERANCE = 1e-13
@@ -65,8 +66,9 @@ def _power_method(
     """Algorithm 2 for n matrices: products one by one, so that no two differences exist at once, the rest together."""
     Lt = R
     for _ in range(iterations):
-        Lt = orthonormal_rows(torch.stack([F.linear(r, delta(i)) for i, r in enumerate(R)]), gaussian)
-        R = torch.stack([l @ delta(i) for i, l in enumerate(Lt)])
+        products = [thin_product(r, delta(i), transposed=True) for i, r in enumerate(R)]
+        Lt = orthonormal_rows(torch.stack(products), gaussian)
+        R = torch.stack([thin_product(l, delta(i), transposed=False) for i, l in enumerate(Lt)])
     return Lt, orthonormal_rows(R, gaussian)
 
 

@@ -45,6 +45,7 @@ from rgp.plan import Entry, Plan
 from rgp.privatize import check_model, check_plan, noise_source
 from rgp.sampling import check_dataset
 from rgp.settings import Settings
+from rgp.sharding import gather, load_whole, shard, shard_state
 from rgp.slots import CarriedSlot
 from rgp.streams import Streams
 
@@ -61,9 +62,15 @@ Tensors = dict[str, Tensor]
 def save(run: Run, folder: Folder) -> None:
     """Write a checkpoint. May be called at any time; an unfinished logical batch is repeated after resuming.
 
-    Of several ranks the first one writes, and the others need not call it.
+    Of several ranks the first one writes, and the others need not call it, unless weights are sharded: then all must.
     """
+    initial: Tensors = run._initial
+    if run._sharding.active:
+        run._sharding.reshard()
+        initial = gather(initial if run.ranks.from_first(lambda: _latest(Path(folder)) is None) else {}, run)
     if not run.ranks.first:
+        if run._sharding.active:
+            _state(run)
         return
     _safetensors()
     if run._closed:
@@ -78,7 +85,7 @@ def save(run: Run, folder: Folder) -> None:
     make_folder(folder)
     old = _latest(folder)
     if old is None:
-        _atomically(folder / INITIAL, lambda path: _write_tensors(path, run._initial))
+        _atomically(folder / INITIAL, lambda path: _write_tensors(path, initial))
     elif run._secret_file is None:  # this run has not saved here before
         known = _read_state(folder / old)["ledger"]
         run.ledger.check_contains(known["count"], known["head"])
@@ -108,8 +115,10 @@ def save(run: Run, folder: Folder) -> None:
 
 
 def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    weights, aliases = _distinct(run.model.state_dict())
+    weights, aliases = _distinct(gather(run.model.state_dict(), run))
     optimizer: Tensors = {}
+    encoded = encode(run.optimizer.state_dict(), optimizer, "optimizer")
+    optimizer = gather(optimizer, run)
     state = {
         "format": FORMAT,
         "version": __version__,
@@ -123,7 +132,7 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
         "optimizer": {
             "class": type(run.optimizer).__name__,
             "groups": _group_names(run.optimizer, run.model),
-            "state": encode(run.optimizer.state_dict(), optimizer, "optimizer"),
+            "state": encoded,
         },
         "scheduler": None if run.scheduler is None else _scheduler_to_json(run.scheduler),
         "secure_noise": not isinstance(run._noise, PhiloxNoise),
@@ -227,7 +236,8 @@ def resume(
         streams = share_streams(ranks, secret or Streams.from_system())
         _load_weights(model, _read_tensors(here / "model.safetensors", ranks), state["aliases"])
         tensors = _read_tensors(here / "optimizer.safetensors", ranks)
-        optimizer.load_state_dict(decode(state["optimizer"]["state"], tensors))
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.load_state_dict(shard_state(decode(state["optimizer"]["state"], tensors), held))
         if scheduler is not None:
             scheduler.load_state_dict(decode(state["scheduler"]["state"], {}))
         run = Run(
@@ -260,7 +270,8 @@ def resume(
     run._secret_file = folder / SECRET
     device = next(iter(run._parameters.values())).device
     if run._initial:
-        run._initial = {k: t.to(device) for k, t in _read_tensors(folder / INITIAL, ranks).items()}
+        initial = _read_tensors(folder / INITIAL, ranks)
+        run._initial = {k: shard(t.to(device), like=run._initial[k]) for k, t in initial.items()}
     for key, pair in _pairs(_read_tensors(here / "carriers.safetensors", ranks)).items():
         slot = run._slots[key]
         assert isinstance(slot, CarriedSlot)
@@ -334,7 +345,7 @@ def _read_secret(path: Path, name: str, ranks: Ranks) -> tuple[Streams | None, d
 
 
 def _load_weights(model: nn.Module, weights: Tensors, aliases: Mapping[str, str]) -> None:
-    model.load_state_dict({**weights, **{alias: weights[name] for alias, name in aliases.items()}})
+    load_whole(model, {**weights, **{alias: weights[name] for alias, name in aliases.items()}})
 
 
 def _replay_conditions(settings: Settings, ranks: Ranks) -> dict[str, int]:

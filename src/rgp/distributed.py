@@ -55,6 +55,7 @@ class Standing:
     weights: int = 0  # fingerprints
     carriers: int = 0
     bad_examples: int = 0
+    flag: int = 0  # for a question that comes up in between; whether it holds on all ranks
     used: tuple[int, ...] = ()  # per trained parameter
 
 
@@ -281,7 +282,8 @@ class Group(Ranks):
         return replace(
             standing,
             condition=STOPS if STOPS in conditions else HERE,
-            bad_examples=int(rows[:, COUNTS - 1].sum()),
+            bad_examples=int(rows[:, COUNTS - 2].sum()),
+            flag=int(rows[:, COUNTS - 1].amin()),
             used=tuple(rows[:, COUNTS:].amax(0).tolist()) if standing.used else (),
         )
 

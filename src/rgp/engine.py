@@ -16,6 +16,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.clipping import ClippedSum, Gradients
 from rgp.clips import AdaptiveClip, group_of
-from rgp.distributed import HERE, STOPS, Ranks, Standing, Traffic
+from rgp.distributed import HERE, STOPS, Ranks, Standing, Traffic, is_sharded
 from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
@@ -39,10 +40,11 @@ from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan
 from rgp.powersgd import PowerIteration
 from rgp.probe import Recorder, check_examples_apart
-from rgp.reconstruct import noise_variance, rebuild
+from rgp.reconstruct import factors, noise_variance
 from rgp.rules.derived import carry_back
 from rgp.sampling import Schedule, Seeded, check_lengths, cut, draw
 from rgp.settings import Settings
+from rgp.sharding import Filler, Sharding, product, shard
 from rgp.slots import CarriedSlot, Slot, make_slot
 from rgp.streams import Streams
 from rgp.torchstate import Watch, forked_rng, kept_rng, momentum_of, remove_mode, seed_others
@@ -85,6 +87,13 @@ class Run:
 
         named = dict(model.named_parameters())
         self._parameters = {entry.name: named[entry.name] for entry in plan}
+        self._sharding = Sharding(model, self._parameters)
+        self._sharding.check(
+            public_loss=public_loss is not None,
+            ema=ema is not None,
+            rgp_ResidualOff=isinstance(plan.method, ResidualOff),
+            rgp_AdamCorrected=isinstance(optimizer, AdamCorrected),
+        )
         intrinsic = getattr(plan.method, "norm", "intrinsic") == "intrinsic"
         self._slots: dict[str, Slot] = {
             e.name: make_slot(e, intrinsic=intrinsic, views=settings.views) for e in plan.trained
@@ -95,7 +104,9 @@ class Run:
         for slot, group in zip(self._slots.values(), group_of(settings.clip_rule, list(self._slots)), strict=True):
             groups.setdefault(group, []).append(slot)
         self._gradients = Gradients([groups[k] for k in sorted(groups)], dtype=dtype, device=trained[0].device)
-        self._plain = not plan.method.private and not plan.method.carries  # no per-example gradients are needed
+        self._plain = not (
+            plan.method.private or plan.method.carries or self._sharding.active
+        )  # no per-example gradients are needed
         self._power: PowerIteration | None = None
         if isinstance(plan.method, DPPowerSGD):
             self._power = PowerIteration(plan.method.rank, error_feedback=plan.method.error_feedback)
@@ -119,6 +130,10 @@ class Run:
         for name, parameter in self._parameters.items():
             parameter.grad = None
             parameter.requires_grad_(name in self._slots)
+        for name, parameter in self._sharding.inside().items():  # what stands in for sharded ones in a forward pass
+            parameter.requires_grad_(name in self._slots)
+            if name in self._slots:
+                slot_of[id(parameter)] = self._slots[name]
         self._stepping = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
@@ -166,7 +181,7 @@ class Run:
         try:
             loader = None
             while not (self.finished or self._stopped):
-                if self._stop:
+                if self._stop and not self._sharding.active:
                     self.ranks.meet(self._standing(STOPS))
                     return
                 self._begin_step()
@@ -196,7 +211,7 @@ class Run:
                             "is repeated."
                         )
                     self._leave()
-                    if self._stop:
+                    if self._stop and not self._sharding.active:
                         break
                 ended = self.step_index > step or self._discarded > discarded
                 assert ended or self._stop or self._stopped, "the last micro-batch ends its step"
@@ -243,7 +258,8 @@ class Run:
                 self._drop_gradients()
             self._check_captured()
             self._watch.check()
-            if self._view + 1 == self.settings.views and not self._plain:
+            counts = not isinstance(self._indices, Filler)
+            if self._view + 1 == self.settings.views and counts and not self._plain:
                 if self._inject is not None:
                     self._inject(self._gradients, self._indices)
                 self._gradients.clip_and_add()
@@ -254,7 +270,8 @@ class Run:
             self._capture.in_backward = False
             self._waiting = None
             self._quiet()
-        self._never_used -= {name for name in self._never_used if self._slots[name].used}
+        if counts:
+            self._never_used -= {name for name in self._never_used if self._slots[name].used}
         if last:
             self._end_step()
         self._failed = False
@@ -279,7 +296,8 @@ class Run:
     def stop(self) -> None:
         """End the loop where it stands, on all ranks; the logical batch that is not finished is dropped.
 
-        Nothing of it was released, and the next loop over this run draws it again.
+        Nothing of it was released, and the next loop over this run draws it again. (With sharded weights the loop ends
+        when the next logical batch would have been released.)
         """
         self._stop = True
 
@@ -370,7 +388,7 @@ class Run:
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(self._required_grad[name])
             parameter.grad = None
-        if self._moves is not None:
+        if self._moves is not None and self.ranks.first:
             self._moves.warn()
         if self._never_used and self.step_index and self.ranks.first:
             warnings.warn(
@@ -382,7 +400,8 @@ class Run:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None and not (self._closed or self.finished):
+        # with sharded weights the others wait elsewhere, and will notice that this process is gone
+        if error is not None and not (self._closed or self.finished or self._sharding.active):
             self.ranks.leave(self._standing(HERE), error)
         self.close()
 
@@ -393,6 +412,7 @@ class Run:
         """Carriers of this step, from released state only: no batch of this step has been drawn yet."""
         if self._started:
             return
+        self._sharding.reshard()
         self._verify()
         self._attempt = self._attempts(self.step_index)[self._discarded]
         method = self.plan.method
@@ -447,7 +467,9 @@ class Run:
         clipped = self._gradients.take()
         self._noise_std = self._std(clipped) / self.settings.batch_size(step)
         sent = self.ranks.sent
-        all_ranks = self.ranks.meet(self._standing(HERE, clipped.bad_examples))
+        # with sharded weights no rank may leave out a pass, so this is the first moment at which to stop
+        condition = STOPS if self._stop and self._sharding.active else HERE
+        all_ranks = self.ranks.meet(self._standing(condition, clipped.bad_examples))
         if all_ranks.condition == STOPS:
             self._drop_partial()
             self._stopped = True
@@ -470,7 +492,8 @@ class Run:
         self._adapt(noisy)
         self._set_gradients(noisy)
         if step == 0 and self._noise_std > 0:
-            self._moves = Moves({n: self._parameters[n] for n in self._slots}, self.optimizer, self.scheduler)
+            looked_at = {n: p for n in self._slots if not is_sharded(p := self._parameters[n])}
+            self._moves = Moves(looked_at, self.optimizer, self.scheduler)
         if self._moves is not None:
             self._moves.before()
         self._stepping = True
@@ -559,7 +582,7 @@ class Run:
                 Lt, R = slot.Lt.to(part.dtype), slot.R.to(part.dtype)
                 At = part[:cut_at].view(entry.rank, entry.p) if slot.needs_left else None
                 dR = part[cut_at:].view(entry.rank, entry.d) if slot.needs_right else None
-                part = rebuild(Lt, R, At, dR)
+                part = product(*factors(Lt, R, At, dR), like=parameter)
             elif entry.scale != 1:
                 part = part / entry.scale
             part = part.view(parameter.shape)
@@ -567,7 +590,7 @@ class Run:
                 part = carry_back(parameter, slot.derive, part)
             if self._power is not None and entry.kind not in ("head", "embedding", "token"):
                 part = self._power.approximate(name, part, lambda: self._streams.generator("carriers", self.step_index))
-            parameter.grad = part.to(parameter.dtype)
+            parameter.grad = shard(part.to(parameter.dtype), like=parameter)
 
     def _noise_variance(self, slot: Slot) -> Tensor | float:
         """Of the noise in each entry of this step's gradient: what AdamCorrected asks for."""
@@ -583,7 +606,11 @@ class Run:
         attempt = self._attempt if step == self.step_index else self._attempts(step)[0]
         rate, cap = settings.rate(step), settings.max_batch
         indices = draw(self._streams, step, settings.dataset_size, rate, attempt=attempt, max_batch=cap)
-        return cut(self.ranks.share(indices), settings.microbatch_size, self._lengths)
+        parts = cut(self.ranks.share(indices), settings.microbatch_size, self._lengths)
+        if self._sharding.active:  # the first rank has the most
+            most = -(-len(indices[:: self.ranks.size]) // settings.microbatch_size)
+            parts += [Filler(indices[:1].tolist()) for _ in range(most - len(parts))]
+        return parts
 
     def _attempts(self, step: int) -> list[int]:
         """The draws to try for a step, in order: those on record that can be computed again, then one never used."""
@@ -600,6 +627,7 @@ class Run:
     def _enter(self, indices: list[int], *, last: bool, part: int, view: int) -> None:
         m = len(indices)
         self._indices = indices
+        self._sharding.reshard()
         if view or self._plain:
             self._gradients.begin_view()
         else:
@@ -677,13 +705,20 @@ class Run:
 
     def _probe(self, m: int) -> None:
         """Once per run: examples stay in their own rows (probe.py). A model that is not called as a whole is not probed."""
-        if self._recorder is None or self._recorder.call is None:
+        ready = self._recorder is not None and self._recorder.call is not None
+        if not (self._all(ready) if self._sharding.active and self._unproved else ready):
             return
+        assert self._recorder is not None and self._recorder.call is not None
         examples, self._capture.examples = self._capture.examples, None
-        names = {id(self._parameters[name]): name for name in self._slots}
+        names = self._capture.names()
         seed = self._streams.torch_seed(self.step_index, part=2**33)
-        self._unproved = not check_examples_apart(self.model, self._recorder.call, m, names, seed)
+        every, some = (self._all, lambda found: not self._all(not found)) if self._sharding.active else (bool, bool)
+        self._unproved = not check_examples_apart(self.model, self._recorder.call, m, names, seed, every, some)
         self._capture.examples = examples
+
+    def _all(self, flag: bool) -> bool:
+        """Whether it holds on all ranks."""
+        return bool(self.ranks.meet(replace(self._standing(HERE), flag=int(flag))).flag)
 
     def _check_captured(self) -> None:
         """No trained parameter may have received an ordinary gradient, and some must have received a captured one."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rgp.methods import Kind, Method, Treatment
+from rgp.sharding import whole
 
 LARGEST_EXACT_HEAD = 10**6
 LARGEST_AUTO_RANK = 16
@@ -185,7 +186,7 @@ def _rank(entry: Entry, parameter: Tensor, method: Method, names: list[str]) -> 
         raise ValueError(f"{method.name} has no carriers, so {entry.name!r} cannot be carried; use rgp.RGP")
     if rank == "auto":
         return min(
-            LARGEST_AUTO_RANK, max(1, ceil(_stable_rank(parameter.detach().flatten(1)) - 1e-3)), entry.p, entry.d
+            LARGEST_AUTO_RANK, max(1, ceil(_stable_rank(whole(parameter.detach()).flatten(1)) - 1e-3)), entry.p, entry.d
         )
     if isinstance(rank, dict):
         found = [r for pattern, r in rank.items() if any(fnmatchcase(n, pattern) for n in names)]

@@ -10,18 +10,24 @@ from torch import Tensor
 
 
 def rebuild(Lt: Tensor, R: Tensor, At: Tensor | None, dR: Tensor | None) -> Tensor:
-    """dL R + L dR - L L^T dL R, as one product; with one side released, dL R or L dR.
+    """dL R + L dR - L L^T dL R; with one side released, dL R or L dR."""
+    left, right = factors(Lt, R, At, dR)
+    return left @ right
+
+
+def factors(Lt: Tensor, R: Tensor, At: Tensor | None, dR: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What `rebuild` is the product of: (p, k) and (k, d), with k = 2r or r.
 
     The left part is projected again, (I - L L^T) A: for the paper's norm that is the formula's last term, for the
     intrinsic norm it removes the noise that fell into the span of L, where dR already speaks.
     """
     if At is None:
         assert dR is not None
-        return Lt.T @ dR
+        return Lt.T, dR
     if dR is None:
-        return At.T @ R
+        return At.T, R
     At = At - (At @ Lt.T) @ Lt
-    return torch.cat([At, Lt]).T @ torch.cat([R, dR])
+    return torch.cat([At, Lt]).T, torch.cat([R, dR])
 
 
 def noise_variance(Lt: Tensor, R: Tensor, *, left: bool, right: bool) -> Tensor:
