@@ -26,7 +26,7 @@ def test_a_preset_is_valid_and_survives_being_written(preset, tmp_path):
     file.write_text(first.to_yaml())
     assert load(file) == first
     assert setup.make_method(first.method).name  # the method accepts what the config says
-    assert (first.budget.epsilon is None) == (first.method.name == "nonprivate")
+    assert (first.budget.epsilon is None) == (not first.private)
 
 
 def test_the_presets_of_the_manual_are_there():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,8 @@ class PrivacyArguments:
     """
 
     epsilon: float | None = field(
-        default=None, metadata={"help": "Privacy that may be spent; the noise follows from it. Or give noise_multiplier."}
+        default=None,
+        metadata={"help": "Privacy that may be spent; the noise follows from it. Or give noise_multiplier."},
     )
     delta: float | None = field(
         default=None, metadata={"help": "Probability that epsilon fails. Default: 1/(10 N), at most 1e-5."}
@@ -39,7 +41,8 @@ class PrivacyArguments:
     accountant: str = field(default="pld", metadata={"help": "pld (tight) or rdp.", "choices": ["pld", "rdp"]})
     clip: float = field(default=1.0, metadata={"help": "Largest gradient norm of one example."})
     auto_clip: bool = field(
-        default=False, metadata={"help": "Normalise every example's gradient to about clip (AUTO-S), not only large ones."}
+        default=False,
+        metadata={"help": "Normalise every example's gradient to about clip (AUTO-S), not only large ones."},
     )
     batch_size: int | None = field(
         default=None,
@@ -70,7 +73,7 @@ class PrivacyArguments:
         default=None, metadata={"help": "rgp: which norm is clipped. Default: intrinsic.", "choices": list(NORMS)}
     )
     head_scale: float = field(default=1.0, metadata={"help": "Multiplies the head's gradient before clipping."})
-    overrides: Any = field(
+    overrides: str | None = field(  # or the mapping itself; argument parsers know one type per field
         default=None,
         metadata={"help": 'JSON: parameter-name pattern -> carried, exact, frozen or a rank. {"*norm*": "frozen"}'},
     )
@@ -89,15 +92,14 @@ class PrivacyArguments:
     )
     log_loss: bool = field(
         default=True,
-        metadata={"help": "Log the training loss. It comes from private data without noise: epsilon does not cover it."},
+        metadata={
+            "help": "Log the training loss. It comes from private data without noise: epsilon does not cover it."
+        },
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.overrides, str):
-            import json
-
-            self.overrides = json.loads(self.overrides)
-        if self.overrides is not None and not isinstance(self.overrides, Mapping):
+        self.treatments: Any = json.loads(self.overrides) if isinstance(self.overrides, str) else self.overrides or {}
+        if not isinstance(self.treatments, Mapping):
             raise ValueError(f"overrides must be a mapping from pattern to treatment; got {self.overrides!r}")
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise ValueError(
@@ -112,7 +114,7 @@ class PrivacyArguments:
         given = {name: getattr(self, name) for name in CARRIED if getattr(self, name) is not None}
         if given and not METHODS[self.method].carries:
             raise ValueError(f"{', '.join(given)}: method {self.method!r} has no carriers; leave it out, or use rgp")
-        return METHODS[self.method](head_scale=self.head_scale, overrides=self.overrides or {}, **given)
+        return METHODS[self.method](head_scale=self.head_scale, overrides=self.treatments, **given)
 
     @property
     def private(self) -> bool:
@@ -186,7 +188,7 @@ def taken_over(args: Any, privacy: PrivacyArguments, batch_size: int, rate: floa
     return said
 
 
-def _strategy(args: Any) -> str:
+def strategy(args: Any) -> str:
     if getattr(args, "group_by_length", False):  # before transformers 5
         return "group_by_length"
     found = getattr(args, "train_sampling_strategy", "random")

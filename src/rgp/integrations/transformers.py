@@ -53,11 +53,17 @@ class PrivateTrainer(Trainer):
     be the mean of one loss per example, or the vector of these.
     """
 
+    state: Any
+    control: Any
+    _created_lr_scheduler: bool
+
     def __init__(self, *args: Any, privacy: PrivacyArguments, **kwargs: Any) -> None:
         if not isinstance(privacy, PrivacyArguments):
             raise TypeError(f"privacy must be a PrivacyArguments; got {privacy!r}")
+        given = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if given is not None:
+            refuse(given)  # before anything is compiled, sharded or uploaded
         super().__init__(*args, **kwargs)
-        refuse(self.args)
         self.privacy = privacy
         self.run: Run | None = None  # of the last train()
         self._curve: Any = None
@@ -235,7 +241,9 @@ class PrivateTrainer(Trainer):
                 folder, self.model, self.optimizer, dataset, method=method, batch_size=self._batch_size, **loading
             )
             if run.settings.steps != steps:
-                raise ValueError(f"the run was planned for {run.settings.steps} steps, and cannot become one of {steps}")
+                raise ValueError(
+                    f"the run was planned for {run.settings.steps} steps, and cannot become one of {steps}"
+                )
             return run
         if (folder / "ledger.jsonl").exists():
             raise ValueError(
@@ -320,7 +328,9 @@ class PrivateTrainer(Trainer):
         assert labels is not None
         if labels.dim() < 2:
             if bool((labels == IGNORED).any()):
-                raise ValueError("a label is -100, to be ignored: drop such examples, for a mean without them mixes examples")
+                raise ValueError(
+                    "a label is -100, to be ignored: drop such examples, for a mean without them mixes examples"
+                )
             return super().compute_loss(model, inputs, return_outputs=return_outputs)
         causal = self._is_causal(model)
         # the model's own loss is a mean over all tokens of the batch; encoder-decoders need labels to make their inputs
@@ -392,7 +402,9 @@ class PrivateTrainer(Trainer):
         )
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
-        raise ValueError("hyperparameter_search: every trial would be a release of its own, and no card would count them")
+        raise ValueError(
+            "hyperparameter_search: every trial would be a release of its own, and no card would count them"
+        )
 
     # the run's own checkpoint holds these, without pickle
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...

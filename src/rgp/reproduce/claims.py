@@ -61,7 +61,8 @@ def above(higher: str, lower: str, *, columns: tuple[str, ...] = ()) -> Callable
         for column in numbers.item.columns:
             if columns and (column.beside or column.name) not in columns:
                 continue
-            for x in numbers.xs(higher, column.name) or [None]:
+            xs: list[float | None] = [*numbers.xs(higher, column.name)]
+            for x in xs or [None]:
                 where = _where(numbers, column, x)
                 a, b = numbers.place(higher, column.name, x), numbers.place(lower, column.name, x)
                 if a.wanted and b.wanted:
@@ -92,7 +93,7 @@ def near_full(numbers: Numbers) -> Iterator[Verdict]:
 
 
 def learns_nothing(numbers: Numbers) -> Iterator[Verdict]:
-    words = f"without the residual weight almost nothing is learned: less than {NOTHING:.0%} of what RGP (N.P.) learns over chance"
+    words = f"without the residual weight almost nothing is learned: below {NOTHING:.0%} of what RGP (N.P.) learns over chance"
     for column in numbers.item.columns:
         off, on = numbers.place("residual off (N.P.)", column.name), numbers.place("RGP (N.P.)", column.name)
         if not (off.wanted and on.wanted):
@@ -159,7 +160,7 @@ def low_stable_rank(numbers: Numbers) -> Iterator[Verdict]:
 
 
 def history_aligns(numbers: Numbers) -> Iterator[Verdict]:
-    words = "the subspace of an earlier gradient leaves nearly as little as the gradient's own: nearer to that than to a random one's"
+    words = "an earlier gradient's subspace leaves about as little as the gradient's own: nearer to that than to a random one's"
     for where, matrices in _spectra(numbers):
         if matrices is None:
             yield Verdict(words, numbers.item.name, where, NOT_RUN)

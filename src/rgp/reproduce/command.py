@@ -98,7 +98,7 @@ def reproduce(
         )
         with spoken_warnings(shown):
             if made.listing:
-                result = made.list()
+                result = made.overview()
             elif check:
                 result = made.check()
             else:

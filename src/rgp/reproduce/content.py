@@ -19,6 +19,11 @@ CONTENDERS = {
     "dpsgd": "DP-SGD, ours",
     "opacus-hooks": "DP-SGD that keeps every example's gradient (Opacus)",
 }
+SCALE = {
+    "mini": "Scale mini: smaller models and shorter runs than the paper's, on real data, on a CPU. Compare the order of the "
+    "methods, not the accuracies.",
+    "paper": "Scale paper: the paper's models, data and settings.",
+}
 
 
 @dataclass
@@ -54,16 +59,7 @@ def overview(found: Sequence[Numbers]) -> Section:
         done = sum(len(place.seeds) for place in numbers.places.values())
         rest = "; ".join(f"{state}: {count}" for state, count in counts.most_common()) or "all run"
         rows.append([numbers.item.name, numbers.item.title, f"{done} of {len(numbers.item.cells)}", rest])
-    words = [
-        "Scale: "
-        + {
-            "mini": "mini. Smaller models and shorter runs than the paper's, on real data, on a CPU: compare the order of "
-            "the methods, not the accuracies.",
-            "paper": "paper. The paper's models, data and settings.",
-        }[found[0].item.scale]
-        if found
-        else "Nothing was asked for.",
-    ]
+    words = [SCALE[found[0].item.scale]] if found else []
     return Section(
         "What was run", words, ("", "what it shows", "runs finished", "places in it without all of their runs"), rows
     )
@@ -75,8 +71,8 @@ def claims(verdicts: Sequence[Verdict]) -> Section:
         ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + "."
         if verdicts
         else "None to check.",
-        "A difference counts above two standard errors: of the paired differences over seeds, or, with one seed, of accuracies on "
-        "so many test rows. Level: neither.",
+        "A difference counts above two standard errors: of the paired differences over seeds, or, with one seed, of accuracies "
+        "on so many test rows. Level: neither.",
     ]
     shown = sorted(verdicts, key=lambda v: v.verdict == NOT_RUN)
     rows = [[v.claim, v.item, v.where, v.verdict, v.why] for v in shown]
@@ -92,7 +88,7 @@ def section(numbers: Numbers) -> Section:
     if used:
         made.words.append("Here: " + "; ".join(used) + ".")
     made.private = item.measure in ("attack", "stable_rank", "residual")
-    if not item.cells:
+    if not numbers.places:
         made.words.append("This scale has no runs of it.")
     elif item.measure == "cost":
         _costs(numbers, made)
@@ -121,7 +117,7 @@ def _costs(numbers: Numbers, made: Section) -> None:
             paper = item.of_paper({"rgp": "RGP", "opacus-hooks": "DP-SGD"}.get(name, ""), column)
             row += [
                 _number(found and found["memory_slope"], 2) if record else "not run",
-                _number(paper and paper[0], 0),
+                _number(paper[0] if paper else None, 0),
             ]
             row.append(_number(found and found["time_slope"], 2) if record else "not run")
         made.rows.append(row)
@@ -195,16 +191,12 @@ def starts(found: Sequence[Numbers], checks: dict[str, dict[str, Any] | None], w
         shown = f"{len(good)} of {len(cells)}" + (f"; FAILED: {bad[0]}" if bad else "")
         rows.append([item.name, shown, ", ".join(stood) or "none", state + (f"; run: {done}" if done else "")])
     words = [
-        "The paper's own models and settings are a GPU's work. Each of these runs was begun (`--check`): noise calibrated for the "
-        "whole run, then three steps of 4 rows through the run's own code, with stand-ins where weights or rows cannot be had here.",
+        "The paper's own models and settings are a GPU's work. Each of these runs was begun (`--check`): noise calibrated for "
+        "the whole run, then three steps of 4 rows through the run's own code, with stand-ins where weights or rows cannot be "
+        "had here.",
     ]
-    return Section(
-        "Paper scale: every run starts",
-        words,
-        ("", "runs that started", "stand-ins", "runs of one seed"),
-        rows,
-        name="paper",
-    )
+    headers = ("", "runs that started", "stand-ins", "runs of one seed")
+    return Section("Paper scale: every run starts", words, headers, rows, name="paper")
 
 
 def _states(numbers: Numbers) -> str:

@@ -18,7 +18,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,9 @@ class Cell:
         return {"stable_rank": "spectra", "residual": "spectra"}.get(self.measure, self.measure)
 
     def settings(self, data: Path | None = None) -> Config:
-        changes = {**self.changes, "run.seed": self.seed}
-        if data is not None:
-            changes["data.folder"] = str(data)
-        return config.load(preset=self.preset, changes=as_changes(changes))
+        made = _loaded(self.preset, tuple(as_changes(self.changes)))
+        folder = made.data.folder if data is None else str(data)
+        return replace(made, run=replace(made.run, seed=self.seed), data=replace(made.data, folder=folder))
 
     @property
     def exists(self) -> bool:
@@ -132,17 +131,26 @@ def digest(about: Any) -> str:
 
 
 def as_changes(changes: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={scalar(value)}" for name, value in changes.items()]
+    return [f"{name}={value if isinstance(value, str) else scalar(value)}" for name, value in changes.items()]
+
+
+@functools.lru_cache(maxsize=1024)
+def _loaded(preset: str, changes: tuple[str, ...]) -> Config:
+    return config.load(preset=preset, changes=changes)
+
+
+def folder() -> Path:
+    """experiments/paper of a checkout, or the same files in a wheel."""
+    here = Path(__file__).resolve()
+    checkout = here.parents[3] / "experiments" / "paper"
+    return checkout if checkout.is_dir() else here.parent / "configs"
 
 
 def files() -> dict[str, Path]:
     """Name -> file, tables first."""
-    here = Path(__file__).resolve()
-    checkout = here.parents[3] / "experiments" / "paper"
-    folder = checkout if checkout.is_dir() else here.parent / "configs"
-    found = {path.stem: path for path in folder.glob("*.yaml")}
+    found = {path.stem: path for path in folder().glob("*.yaml")}
     if not found:
-        raise FileNotFoundError(f"{folder} holds no configs of tables and figures: this installation is not complete")
+        raise FileNotFoundError(f"{folder()} holds no configs of tables and figures: this installation is not complete")
     return {name: found[name] for name in sorted(found, key=lambda name: (name.startswith("fig"), name))}
 
 

@@ -73,7 +73,7 @@ class Reproduction:
 
     # ------------------------------------------------------------------ what can be done
 
-    def list(self) -> dict[str, Any]:
+    def overview(self) -> dict[str, Any]:
         rows = []
         for item in self.items:
             left = {(c.key, c.record): minutes(c, self.store) for c in self.chosen(item) if self.store.get(c) is None}
@@ -166,8 +166,8 @@ class Reproduction:
         words = [
             f"Written by `rgp reproduce {' '.join(n.item.name for n in found) if len(found) < len(files()) else 'all'} "
             f"--scale {self.scale}` from the runs that were finished by then; nothing here is written by hand.",
-            "Numbering is the paper's (Yu, Zhang, Chen, Yin, Liu, ICML 2021); its figure 1 is a drawing. The text of the paper that "
-            "this was made from has no pictures, so of its figures only what its tables and sentences say can be set beside ours.",
+            "Numbering is the paper's (Yu, Zhang, Chen, Yin, Liu, ICML 2021); its figure 1 is a drawing. Only the text of the "
+            "paper was at hand, without pictures: of its figures, what its tables and sentences say is set beside ours.",
         ]
         if self._changes:
             words.append(f"A trial: all runs with {', '.join(f'`{k} = {v}`' for k, v in self._changes.items())}.")

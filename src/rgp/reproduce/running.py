@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -141,7 +141,10 @@ class _Quiet(Silent):
     """Says what there is to say, and shows no bar."""
 
     def __init__(self, progress: Progress) -> None:
-        self.say: Callable[[str], None] = progress.say  # type: ignore[method-assign]
+        self._progress = progress
+
+    def say(self, text: str) -> None:
+        self._progress.say(text)
 
 
 def unavailable(cell: Cell, data: Path | None) -> str | None:

@@ -18,14 +18,8 @@ from rgp.train.config import ConfigError
 from rgp.train.folder import RunFolder
 
 FROM_SUMMARY = (
-    "accuracy",
-    "accuracy_mismatched",
-    "epsilon",
-    "noise_multiplier",
-    "steps",
-    "held_out_rows",
-    "wall_seconds",
-    "version",
+    *("accuracy", "accuracy_mismatched", "epsilon", "noise_multiplier", "steps", "held_out_rows"),
+    *("wall_seconds", "peak_memory_bytes", "device"),
 )
 
 

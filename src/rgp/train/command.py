@@ -208,11 +208,9 @@ def demo(
 
 
 def show_presets(as_json: bool) -> None:
-    from rgp.train.config import PRESETS, presets
+    from rgp.train.config import about_preset, presets
 
-    about = {
-        name: (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name in presets()
-    }
+    about = {name: about_preset(name) for name in presets()}
     if as_json:
         typer.echo(json.dumps(about))
         return
