@@ -2,7 +2,7 @@
 
     python experiments/vision.py tables --data FOLDER        the runs of the tables, on the published test set
     python experiments/vision.py tuning --data FOLDER        how the settings were chosen, on 5,000 rows of the training set
-    python experiments/vision.py show                        mean, standard error and paired differences of what is there
+    python experiments/vision.py show [--plots FOLDER]       mean, standard error and paired differences of what is there
 
 FOLDER holds cifar10.npz and mnist.npz (`rgp data get cifar10 --out FOLDER`). Settings are presets of `rgp train`, changed by
 what vision.yaml lists; each run is what `rgp train --preset NAME --set KEY=VALUE ...` does. Runs whose name is in the
@@ -36,9 +36,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with cifar10.npz and mnist.npz")
     parser.add_argument("--out", type=Path, default=Path("runs/vision"), help="folder for the runs' own folders")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--plots", type=Path, help="show: also draw the figures into this folder")
     given = parser.parse_args()
     if given.what == "show":
         show(read(given.results))
+        if given.plots is not None:
+            from vision_plots import draw
+
+            draw(read(given.results), given.plots)
         return
     if given.data is None:
         parser.error("--data is needed: the folder with cifar10.npz")
@@ -68,8 +73,10 @@ def train(job: dict[str, Any], data: Path, out: Path) -> dict[str, Any]:
     """What `rgp train` does, in this process: importing and calibrating again for every run would cost a third of it."""
     from rgp.train import config, progress, runner
 
-    changes = {**job["set"], "data.folder": str(data), "run.seed": job["seed"], "run.threads": 1}
-    settings = config.load(preset=job["preset"], changes=[f"{key}={value}" for key, value in changes.items()])
+    changes = {**job["set"], "data.folder": str(data), "run.seed": job["seed"], "run.threads": 1, "run.eval_every": 75}
+    settings = config.load(
+        preset=job["preset"], changes=[f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    )
     began = time.process_time()
     summary = runner.train(settings, out, progress=progress.for_stream(), diagnostics=True)
     private = read(out / "private.jsonl")

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import beta, binom
 
 pytest.importorskip("yaml")
@@ -17,6 +18,7 @@ from rgp import cli, engine
 from rgp.audit import bounds
 from rgp.audit.auditing import AuditSettings, audit
 from rgp.audit.bounds import Event, Guessed, gaussian, gaussian_epsilon, guess, guesses_epsilon, lower_bounds, refuted
+from rgp.audit.canaries import blank, made_input
 from rgp.clips import Bound
 from rgp.train import config
 from rgp.train.progress import Silent
@@ -245,6 +247,17 @@ def test_black_box_canaries_that_were_trained_on_lose_more_loss(monkeypatch, tmp
     scores, included, rows, real = scores_of(monkeypatch, conf, tmp_path, **options)
     assert scores[included].mean() > scores[~included].mean() + 3 * scores.std() / math.sqrt(60)
     assert (rows, real) == (100, 40)
+
+
+def test_canaries_of_text_have_the_shape_of_a_row_and_nothing_of_it():
+    ids = torch.tensor([5, 6, 7])
+    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor(1)}
+    empty = blank(row)
+    assert empty["input_ids"].tolist() == [0, 0, 0] and empty["attention_mask"].tolist() == [1, 1, 1]
+    made = [made_input(row, 2, np.random.default_rng(i), 100) for i in range(20)]
+    assert {int(m["labels"]) for m in made} == {0, 1} and len({tuple(m["input_ids"].tolist()) for m in made}) == 20
+    spoken = made_input({**row, "labels": ids.clone()}, 2, np.random.default_rng(0), 100)
+    assert torch.equal(spoken["labels"], spoken["input_ids"])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_a_preset_is_valid_and_survives_being_written(preset, tmp_path):
     file.write_text(first.to_yaml())
     assert load(file) == first
     assert setup.make_method(first.method).name  # the method accepts what the config says
-    assert (first.budget.epsilon is None) == (first.method.name == "nonprivate")
+    assert (first.budget.epsilon is None) == (not first.private)
 
 
 def test_the_presets_of_the_manual_are_there():
@@ -120,7 +120,8 @@ def test_files_that_cannot_be_read(tmp_path):
     file = tmp_path / "config.yaml"
     assert mistakes(preset=None, file=file) == [f"config file '{file}' does not exist"]
     file.write_text("method: {name: rgp\n")
-    assert "is not YAML" in mistakes(preset=None, file=file)[0]
+    (only,) = mistakes(preset=None, file=file)
+    assert "is not YAML" in only
     file.write_text("method:\n  rank: 1\n  rank: 2\n")
     assert "key 'rank' is written twice (line 3)" in mistakes(file=file)[0]
     file.write_text("- a\n- b\n")

@@ -7,6 +7,7 @@ import json
 import random
 import tempfile
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import nn
 import helpers
 import rgp
 from helpers import seeded
-from rgp.data import DataError, DataSpec, load
+from rgp.data import DataSpec, load
 from rgp.optimizers import AdamCorrected
 from rgp.reconstruct import noise_variance, rebuild
 from rgp.sampling import cut
@@ -26,7 +27,7 @@ from rgp.train.config import ConfigError
 
 transformers = pytest.importorskip("transformers")
 
-WORDS = "good great fine warm bad dull weak cold the film was and story acting felt so a why how it".split()
+WORDS = ["good", "great", "fine", "warm", "bad", "dull", "the", "film", "was", "and", "story", "felt", "so", "a", "why"]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_cut_by_length_keeps_every_index_and_groups_similar_lengths():
     parts = cut(indices, 32, lengths)
     assert sorted(i for part in parts for i in part) == indices.tolist()
     assert [len(p) for p in parts] == [len(p) for p in cut(indices, 32)]
-    for before, after in zip(parts, parts[1:], strict=False):
+    for before, after in pairwise(parts):
         assert lengths[before].min() >= lengths[after].max()  # the longest first
 
 
@@ -376,7 +377,8 @@ def test_pooled_classifier_ignores_padding_and_survives_saving(bert_folder, tmp_
     again = PooledClassifier.from_pretrained(tmp_path).eval()
     assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
     assert torch.equal(  # the encoder alone can be had by anyone, with transformers only
-        transformers.AutoModel.from_pretrained(tmp_path)(input_ids=ids).last_hidden_state[0], encoder(input_ids=ids)[0][0]
+        transformers.AutoModel.from_pretrained(tmp_path)(input_ids=ids).last_hidden_state[0],
+        encoder(input_ids=ids)[0][0],
     )
 
 
@@ -451,7 +453,10 @@ def test_train_with_pooling_head_lr_and_optimizer(bert_folder, tmp_path, optimiz
         ({"data.unit": "block"}, "data.unit = block: is for language models"),
         ({"model.task": "causal-lm"}, "data.unit = null: task causal-lm needs"),
         ({"method.name": "dp-lora", "method.rank": "auto", "method.source": None}, "method.rank = auto"),
-        ({"model.name": "mlp", "data.name": "digits", "method.name": "dp-lora", "method.source": None}, "dp-lora: needs"),
+        (
+            {"model.name": "mlp", "data.name": "digits", "method.name": "dp-lora", "method.source": None},
+            "dp-lora: needs",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(bert_folder, tmp_path, change, message):
@@ -489,9 +494,7 @@ def test_any_table_with_one_or_two_text_columns(bert_folder, tmp_path, ending, p
         path.write_text("\n".join(map(json.dumps, rows)))
     elif ending == "parquet":
         pyarrow = pytest.importorskip("pyarrow")
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
     else:
         mark = "," if ending == "csv" else "\t"
         path.write_text("\n".join([mark.join(rows[0]), *(mark.join(row.values()) for row in rows)]))

@@ -71,11 +71,9 @@ def rows(found: dict) -> dict[str, dict]:
     return {row["name"]: row for row in found["methods"]}
 
 
-def planned(asked: Question, name: str) -> Contender:
-    subject = models.find(
-        asked.model, task="classification", labels=2, seq=asked.seq, dtype=torch.float32, checkpointing=False
-    )
-    return Contender(name, asked, subject)
+def planned(asked: Question, name: str, *, dtype=torch.float32, checkpointing=False) -> Contender:
+    options = {"task": "classification", "labels": 2, "seq": asked.seq, "dtype": dtype, "checkpointing": checkpointing}
+    return Contender(name, asked, models.find(asked.model, **options))
 
 
 # Against the engine on real tensors -----------------------------------------------------------------------------------
@@ -110,7 +108,7 @@ def one_real_step(settings: Settings, contender: str) -> tuple[int, int]:
         for tensor in state.values():
             tally.count(tensor)
     if contender != "plain":
-        for tensor in (runner.run._gradients._buffer, *runner.run._initial.values()):
+        for tensor in runner.run._initial.values():
             tally.count(tensor)
     with FlopCounterMode(display=False, custom_mapping=NOT_COUNTED_BY_TORCH) as flops, tally:
         runner.step()
@@ -192,7 +190,7 @@ def test_bert_base_has_the_noise_dimensions_of_the_paper_setting():
 
 
 def test_the_whole_answer_for_a_folder(folder):
-    asked = Question(model=str(folder), microbatch=4, seq=16, rank=2, memory=10**9, world_size=4)
+    asked = Question(model=str(folder), microbatch=4, seq=16, rank=2, world_size=4)
     found = plan(asked)
     assert [row["name"] for row in found["methods"]] == list(METHODS)
     assert found["sampling_rate"] == 1024 / 67349
@@ -267,7 +265,7 @@ def test_layers_not_gone_through_are_extrapolated(monkeypatch):
             some = planned(asked, name).cost(4)
         assert max(some.peaks.values()) == pytest.approx(max(every.peaks.values()), rel=0.005)
         for part in ("weights", "optimizer", "gradients", "activations", "per_example", "initial"):
-            assert getattr(some, part) == pytest.approx(getattr(every, part), rel=0.001)
+            assert getattr(some, part) == pytest.approx(getattr(every, part), rel=0.005)  # buffers have whole blocks
         assert some.flops_of(2) == pytest.approx(every.flops_of(2), rel=0.001)
 
 
@@ -312,26 +310,18 @@ def test_devices_differ_where_they_should(folder):
 
 
 def test_checkpointing_trades_flops_for_activations(folder):
-    answers = [
-        rows(plan(Question(model=str(folder), seq=32, microbatch=4, batch=8, against=("plain",), checkpointing=c)))
-        for c in (False, True)
-    ]
+    asked = Question(model=str(folder), seq=32, microbatch=4, batch=8)
     for name in ("rgp", "plain"):
-        without, with_ = (answer[name] for answer in answers)
-        assert with_["memory"]["activations"] < without["memory"]["activations"] / 2
-        assert with_["flops_per_step"] > 1.2 * without["flops_per_step"]
+        without, with_ = (planned(asked, name, checkpointing=c).cost(4) for c in (False, True))
+        assert with_.activations < without.activations / 2
+        assert with_.flops_of(2) > 1.2 * without.flops_of(2)
 
 
 def test_bfloat16_halves_the_weights_but_not_the_sum(folder):
-    full, half = (
-        planned(Question(model=str(folder), seq=16, microbatch=4, batch=8, dtype=dtype), "rgp")
-        for dtype in estimate.DTYPES
-    )
-    half.subject = models.find(
-        str(folder), task="classification", labels=2, seq=16, dtype=torch.bfloat16, checkpointing=False
-    )
-    assert half.cost(4).weights < 0.52 * full.cost(4).weights
-    assert half.cost(4).accumulated == full.cost(4).accumulated
+    asked = Question(model=str(folder), seq=16, microbatch=4, batch=8)
+    full, half = (planned(asked, "rgp", dtype=dtype).cost(4) for dtype in (torch.float32, torch.bfloat16))
+    assert half.weights < 0.52 * full.weights
+    assert half.accumulated == full.accumulated
 
 
 # What is refused ---------------------------------------------------------------------------------------------------------
@@ -403,7 +393,7 @@ def test_command_prints_json_and_nothing_else():
 
 
 def test_command_shows_tables_within_80_columns():
-    result = command(*SMALL, "--memory", "24GB", "--layers")
+    result = command(*SMALL, "--memory", "24GB", "--layers", "--against", "dpsgd-ghost,plain")
     assert result.exit_code == 0, result.output
     assert "…" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80

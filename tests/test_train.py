@@ -267,6 +267,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(folder.os, "access", lambda *_: False)
     refused = rgp(*small(), "--out", tmp_path / "run")
     assert refused.exit_code == 3 and "cannot be written" in refused.stderr and not (tmp_path / "run").exists()
+    assert "--resume" not in refused.stderr, "there is nothing to go on with"
 
 
 # ---------------------------------------------------------------------- wrong use

@@ -268,9 +268,10 @@ if typer is not None:
     from rgp.data import command as _data
     from rgp.planning import command as _plan
     from rgp.report import command as _report
+    from rgp.reproduce import command as _reproduce
     from rgp.train import command as _train
 
-    for _group_of_commands in (_train, _data, _report, _bench, _analysis, _attack, _audit, _plan):
+    for _group_of_commands in (_train, _data, _report, _bench, _analysis, _attack, _audit, _plan, _reproduce):
         _group_of_commands.register(app)
     app.command()(account)
     app.command()(calibrate)

@@ -42,14 +42,14 @@ NOISE = group(
     mutant(
         "no noise",
         "adds none, and charges for it all the same",
-        ("engine.py", "        if sigma > 0:\n", "        if sigma > 1e9:\n"),
+        ("engine.py", "if (std := self._std(clipped)) > 0:\n", "if (std := self._std(clipped)) > 1e9:\n"),
         by=(SCALE,),
         fast=True,
     ),
     mutant(
         "less noise",
         "two thirds of sigma C",
-        ("engine.py", "std = sigma * clipped.sensitivity", "std = 2 / 3 * sigma * clipped.sensitivity"),
+        ("engine.py", "return sigma * clipped.sensitivity if", "return 2 / 3 * sigma * clipped.sensitivity if"),
         by=(SCALE,),
         fast=True,
     ),
@@ -100,7 +100,7 @@ NOISE = group(
             "engine.py",
             "        return clipped.total\n",
             "        for name, slot in self._slots.items():\n"
-            "            if sigma > 0 and len(slot.entry.shape) == 1:\n"
+            "            if std > 0 and len(slot.entry.shape) == 1:\n"
             "                where = self._gradients.where[name]\n"
             "                clipped.total[where] = plain[where]\n"
             "        return clipped.total\n",
@@ -111,17 +111,17 @@ NOISE = group(
     mutant(
         "noise for examples only",
         "an empty batch gets none: whoever sees a still weight knows that nobody was drawn",
-        ("engine.py", "        if sigma > 0:\n", "        if sigma > 0 and clipped.examples > 0:\n"),
+        (
+            "engine.py",
+            "if (std := self._std(clipped)) > 0:\n",
+            "if (std := self._std(clipped)) > 0 and clipped.examples:\n",
+        ),
         by=("test_noise.py::test_empty_batches_have_the_same_noise",),
     ),
     mutant(
         "sigma of another step",
         "noise always has the first step's sigma",
-        (
-            "engine.py",
-            "sigma = self.settings.sigma(self.step_index)\n        self._noise_std",
-            "sigma = self.settings.sigma(0)\n        self._noise_std",
-        ),
+        ("engine.py", "sigma = self.settings.sigma(self.step_index)\n", "sigma = self.settings.sigma(0)\n"),
         by=("test_noise.py::test_a_clip_schedule_carries_the_noise_with_it",),
     ),
     mutant(
@@ -158,8 +158,8 @@ CLIPPING = group(
         "clips to this step's C, and adds noise for the first step's",
         (
             "engine.py",
-            "std = sigma * clipped.sensitivity",
-            "std = sigma * self.settings.bound(0, self._adapted).sensitivity",
+            "return sigma * clipped.sensitivity if",
+            "return sigma * self.settings.bound(0, self._adapted).sensitivity if",
         ),
         by=("test_noise.py::test_a_clip_schedule_carries_the_noise_with_it",),
         fast=True,
@@ -496,11 +496,11 @@ ACCOUNTING = group(
     mutant(
         "ledger written after the step",
         "the optimizer moves first; a crash between the two is a release nobody knows of",
-        ("engine.py", "        if not self._record(noisy):\n", "        if False:\n"),
+        ("engine.py", "return digest, self._record(digest)", "return digest, True"),
         (
             "engine.py",
             "            self._drop_gradients()\n        if self._moves",
-            "            self._drop_gradients()\n        self._record(noisy)\n        if self._moves",
+            "            self._drop_gradients()\n        self._record(digest)\n        if self._moves",
         ),
         by=("test_ledger.py::test_lines_are_synced_before_the_optimizer_steps",),
         fast=True,
@@ -582,7 +582,25 @@ METHOD = group(
     ),
 )
 
-# Noise that ranks share belongs here once tests/test_distributed.py exists: group("Ranks", ...)
-RANKS: list[Mutant] = []
+RANKS = group(
+    "Ranks",
+    mutant(
+        "noise reused between ranks",
+        "every rank adds noise to its share, all of them the same",
+        (
+            "engine.py",
+            "        self.ranks.sum(clipped.total)\n",
+            "        self._add_noise(clipped)\n        self.ranks.sum(clipped.total)\n",
+        ),
+        ("engine.py", "        noisy = self._add_noise(clipped)\n", "        noisy = clipped.total\n"),
+        by=("test_distributed.py::test_noise_is_added_once",),
+    ),
+    mutant(
+        "an example on every rank",
+        "all ranks work on the whole draw, so that each example counts as often as there are ranks",
+        ("distributed.py", "return indices[self.rank :: self.size]", "return indices"),
+        by=("test_distributed.py::test_every_example_is_on_one_rank_and_empty_shares_stay_in_step",),
+    ),
+)
 
 MUTANTS: tuple[Mutant, ...] = (*NOISE, *CLIPPING, *SAMPLING, *PRIVATE, *ACCOUNTING, *METHOD, *RANKS)

@@ -3,7 +3,7 @@
 Every mutant of catalogue.py is a copy of src/ and tests/ with a small edit of the source. The tests that the catalogue
 names for it run against the copy: a mutant is caught if one of them fails, and survives if all pass. The same tests must
 pass on the copy without the edit. An edit whose place is not found exactly once is an error, and so is a mutant that
-cannot be imported: neither says anything about the tests.
+cannot be imported or trips over its own feet (NameError and the like): none of them says anything about the tests.
 
     python tests/mutants/run.py                 all of them; writes docs/mutants.md
     python tests/mutants/run.py --fast          those that `make test` runs
@@ -15,6 +15,7 @@ The last line is "N mutants, 0 survived". Exit code 1 otherwise.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import multiprocessing
 import os
@@ -31,7 +32,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 600.0  # seconds for one mutant: the machine may be busy
+TIMEOUT = 1800.0  # seconds for one mutant: the machine may be busy
+CRASHES = (
+    NameError,
+    AttributeError,
+    TypeError,
+    ImportError,
+    IndexError,
+    KeyError,
+)  # a clumsy edit, not a caught mutant
 HEADER = """# Mutants
 
 What if the mechanism were broken? Each line is one small change of the source that would break the guarantee (or, in a few
@@ -43,7 +52,8 @@ cases, the method), made in a copy, and the test that fails on it and passes wit
 def prepare(folder: Path, edits: Sequence[tuple[str, str, str]] = (), *, root: Path = ROOT) -> None:
     """A copy of the project with the edits made; ValueError if a place is not there exactly once."""
     for name in ("src", "tests", "docs"):
-        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "torture", "img"))
+        left_out = shutil.ignore_patterns("torture", "img", *(["__pycache__"] if root == ROOT else []))
+        shutil.copytree(root / name, folder / name, ignore=left_out)
     shutil.copy(root / "pyproject.toml", folder)
     for file, old, new in edits:
         path = folder / "src" / "rgp" / file
@@ -51,6 +61,8 @@ def prepare(folder: Path, edits: Sequence[tuple[str, str, str]] = (), *, root: P
         if (count := text.count(old)) != 1:
             raise ValueError(f"{file}: found {count} times, not once: {old!r}")
         path.write_text(text.replace(old, new), encoding="utf-8")
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            compiled.unlink()
 
 
 def check_places(mutants: Sequence[Mutant]) -> list[str]:
@@ -76,9 +88,14 @@ class Failures:
         self.failed: list[str] = []
         self.broken: list[str] = []
 
+    def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
+        if getattr(report, "when", "") == "call":
+            crashed = call.excinfo is not None and issubclass(call.excinfo.type, CRASHES)
+            (self.broken if crashed else self.failed).append(report.nodeid)
+
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            (self.failed if report.when == "call" else self.broken).append(report.nodeid)
+        if report.failed and report.when != "call":
+            self.broken.append(report.nodeid)
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -103,7 +120,7 @@ def work(folder: Path, tests: Sequence[str], stop_early: bool) -> None:
     code = pytest.main(
         [*options, *(["-x"] if stop_early else []), *(f"tests/{test}" for test in tests)], plugins=[notes]
     )
-    result = {"code": int(code), "failed": notes.failed, "broken": notes.broken}
+    result = {"code": int(code), "failed": notes.failed, "broken": notes.broken, "cpu": sum(os.times()[:4])}
     (folder / "result.json").write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)
@@ -144,6 +161,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="rgp-mutants-") as scratch:
         snapshot = Path(scratch) / "snapshot"  # all are mutants of the same code, whoever edits it meanwhile
         prepare(snapshot)
+        compileall.compile_dir(snapshot / "src", quiet=2)
         while waiting or running:
             while waiting and len(running) < processes:
                 name, mutant, tests = waiting.pop(0)
@@ -172,14 +190,17 @@ def judge(mutant: Mutant | None, folder: Path, late: bool) -> dict[str, Any]:
     path = folder / "result.json"
     if late or not path.exists():
         why = f"did not end within {TIMEOUT:.0f} s" if late else "its process died"
-        return {"caught": False, "by": [], "error": why, "log": log}
+        return {"caught": False, "by": [], "error": why, "log": log, "cpu": 0.0}
     result = json.loads(path.read_text())
+    found = {"caught": False, "by": [], "error": None, "log": log, "cpu": result["cpu"]}
     if mutant is None:
-        error = None if result["code"] == 0 else f"the unbroken code fails {result['failed'] + result['broken']}"
-        return {"caught": False, "by": [], "error": error, "log": log}
-    if result["code"] not in (0, 1) or result["broken"]:
-        return {"caught": False, "by": [], "error": f"its tests could not run {result['broken']}", "log": log}
-    return {"caught": bool(result["failed"]), "by": result["failed"], "error": None, "log": log}
+        if result["code"] != 0:
+            found["error"] = f"the unbroken code fails {result['failed'] + result['broken']}"
+    elif result["code"] not in (0, 1) or result["broken"]:
+        found["error"] = f"its tests could not run {result['broken']}"
+    else:
+        found |= {"caught": bool(result["failed"]), "by": result["failed"]}
+    return found
 
 
 def say(name: str, result: dict[str, Any], show: bool) -> None:
@@ -187,7 +208,7 @@ def say(name: str, result: dict[str, Any], show: bool) -> None:
     if name == "unbroken" and not result["error"]:
         state = "passes   "
     by = result["error"] or ", ".join(result["by"])
-    print(f"{state} {name:<34} {result['seconds']:5.1f} s  {by}", flush=True)
+    print(f"{state} {name:<45} {result['cpu']:5.1f} s of CPU  {by}", flush=True)
     if show or result["error"]:
         print(result["log"][-6000:])
 

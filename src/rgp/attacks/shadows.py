@@ -21,6 +21,7 @@ from rgp.train import runner, setup
 from rgp.train.config import Config
 from rgp.train.progress import Progress, Silent
 from rgp.train.setup import Parts
+from rgp.train.weights import load_trained
 
 
 def take(dataset: Any, indices: list[int]) -> list[Any]:
@@ -124,18 +125,16 @@ def shadow_config(
     )
 
 
-def _train_one(config: Config, data: Any, inside: np.ndarray, out: Path) -> np.ndarray:
-    from safetensors.torch import load_model
-
+def _train_one(config: Config, pool: Any, inside: np.ndarray, out: Path) -> np.ndarray:
     def rows(chosen: np.ndarray) -> Rows:
-        return Rows(data.train, data.test, np.flatnonzero(chosen).tolist())
+        return Rows(pool.train, pool.test, np.flatnonzero(chosen).tolist())
 
-    parts = setup.make(config, replace(data, train=rows(inside), test=rows(~inside)))
+    data = replace(pool, train=rows(inside), test=rows(~inside), more_tests={})
     begun = (out / "config.yaml").exists()
     if out.exists() and not begun:
         shutil.rmtree(out)  # stopped before it began
-    runner.train(config, out, progress=Silent(), resume=begun, parts=parts)
-    load_model(parts.model, str(out / "model" / "model.safetensors"))  # what was published, not what trained last
+    runner.train(config, out, progress=Silent(), resume=begun, parts=setup.make(config, data))
+    _, parts, _ = load_trained(out, data)  # what was published, not what was trained last: they may differ (ema)
     everyone = rows(np.ones_like(inside))
     return confidences(parts.model, everyone, parts, batch_size=config.training.microbatch_size or 32)
 
@@ -155,9 +154,12 @@ def confidences(model: nn.Module, dataset: Any, parts: Parts, *, batch_size: int
         for batch in loader:
             logits, labels = setup.logits_and_labels(model, batch, parts.device)
             z = logits.double()
-            right = z.gather(1, labels[:, None])
-            rest = z.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
-            found.append((right[:, 0] - rest).cpu())
+            if z.dim() == 3:  # a language model: p from the mean loss of the tokens
+                loss = setup.losses(z, labels)
+                found.append((-loss - torch.log(-torch.expm1(-loss))).cpu())
+            else:
+                rest = z.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
+                found.append((z.gather(1, labels[:, None])[:, 0] - rest).cpu())
     finally:
         for module, mode in modes.items():
             module.training = mode

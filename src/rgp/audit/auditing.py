@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rgp import accounting
@@ -170,7 +169,7 @@ def _train(run: Run, parts: Parts, progress: Progress) -> None:
     try:
         for batch in run:
             logits, labels = setup.logits_and_labels(parts.model, batch, parts.device)
-            run.step(F.cross_entropy(logits, labels))
+            run.step(setup.losses(logits, labels).mean())
             examples += len(labels)
             if run.step_index > done:
                 done = run.step_index

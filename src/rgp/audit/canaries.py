@@ -73,8 +73,10 @@ def made_input(item: Any, classes: int, rng: np.random.Generator, vocabulary: in
         ids = item["input_ids"]
         assert vocabulary is not None
         tokens = rng.integers(vocabulary, size=len(ids))
-        made = torch.as_tensor(tokens, dtype=ids.dtype) if isinstance(ids, Tensor) else tokens.tolist()
-        return {**item, "input_ids": made, "labels": _like(item["labels"], label)}
+        made = torch.as_tensor(tokens, dtype=ids.dtype)
+        old = item["labels"]
+        tokenwise = isinstance(old, Tensor) and old.dim() > 0  # a language model's
+        return {**item, "input_ids": made, "labels": made.clone() if tokenwise else _like(old, label)}
     x, y = item
     noise = torch.from_numpy(rng.standard_normal(tuple(x.shape), dtype=np.float32)).to(x.dtype)
     return noise, _like(y, label)
@@ -90,6 +92,13 @@ class Watcher:
     def __init__(self, run: Run, coins: Coins, first: int, *, norm: float | None, rng: np.random.Generator) -> None:
         """first: the index of the first canary among the rows. norm: of the vectors, in multiples of C; None: no vectors."""
         self.run, self.coins, self.first, self.norm = run, coins, first, norm
+        norms = run.settings.bound(0).norms
+        if norm is not None and norms is not None and len(norms) > 1:
+            raise ValueError(
+                "training.clip has groups: a canary of norm C would be clipped in each of them; audit with one C."
+            )
+        if run.ranks.size > 1:
+            raise ValueError(f"an audit runs in one process; this one has {run.ranks.size} ranks.")
         self.scores = np.zeros(len(coins))
         self._rng = rng
         self._where: dict[str, slice] | None = None

@@ -21,6 +21,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -100,7 +101,9 @@ def get(name: str, folder: str | os.PathLike[str] | None = None, say: Say = lamb
     if name == "digits":
         raise DataError("digits comes with scikit-learn: there is nothing to fetch.")
     if name not in names():
-        raise DataError(f"{name!r} is none of {', '.join(names())}.")
+        close = get_close_matches(name, names(), 1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise DataError(f"{name!r} is none of {', '.join(names())}{hint}")
     where = data_folder(folder)
     try:
         where.mkdir(parents=True, exist_ok=True)

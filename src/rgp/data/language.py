@@ -95,7 +95,9 @@ def read_documents(path: Path, spec: DataSpec) -> list[str]:
         found = text.splitlines() if spec.unit == "line" else re.split(r"\n[ \t]*\n", text)
     elif path.suffix.lower() in tables.ENDINGS:
         if spec.unit == "line":
-            raise DataError(f"unit='line' is for .txt files; {path} is a table, whose rows are documents: unit='document'.")
+            raise DataError(
+                f"unit='line' is for .txt files; {path} is a table, whose rows are documents: unit='document'."
+            )
         name = (spec.text_columns or ("text",))[0]
         found = tables.column(tables.read_table(path), name, path)
         check_texts([found], str(path))
@@ -144,7 +146,9 @@ def _tokenise(tokenizer: Any, documents: list[str], spec: DataSpec, source: str)
         whole = len(flat) // spec.block * spec.block  # what is left over at the end is not used
         found = list(flat[:whole].reshape(-1, spec.block))
     if len(found) < 2 and spec.unit == "block":
-        raise DataError(f"{source}: {len(flat)} tokens are not enough for two blocks of {spec.block}; choose a smaller block.")
+        raise DataError(
+            f"{source}: {len(flat)} tokens are not enough for two blocks of {spec.block}; choose a smaller block."
+        )
     if not found:
         raise DataError(f"{source}: no {spec.unit} has two tokens or more.")
     return found

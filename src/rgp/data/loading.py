@@ -60,17 +60,21 @@ def _load_images(name: str, spec: DataSpec) -> Data:
     if name == "svhn" and (folder / "train_32x32.mat").is_file():
         return load_mat(folder, spec)
     mats = " or train_32x32.mat and test_32x32.mat in its folder svhn" if name == "svhn" else ""
-    raise DataError(f"{name} is not in {spec.where}{mats}: fetch it with `rgp data get {name}`, or set folder.")
+    raise DataError(f"{name} is not in {spec.where}{mats}: fetch it with `{_get(name, spec)}`, or set data.folder.")
 
 
 def _load_texts(name: str, spec: DataSpec) -> Data:
     entry, folder = TEXTS[name], spec.where / name
     if not folder.is_dir():
         raise DataError(
-            f"{name} is not in {spec.where}: fetch it with `rgp data get {name}`, or put {supply(name)} there, or set "
-            "folder."
+            f"{name} is not in {spec.where}: fetch it with `{_get(name, spec)}`, or put {supply(name)} there, or set "
+            "data.folder."
         )
     return _load_tables(folder, spec, entry)
+
+
+def _get(name: str, spec: DataSpec) -> str:
+    return f"rgp data get {name}" + ("" if spec.folder is None else f" --to {spec.folder}")
 
 
 def supply(name: str) -> str:

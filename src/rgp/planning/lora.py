@@ -19,12 +19,14 @@ class _Lora(nn.Module):
         self.base = base
         weight: Tensor = base.weight  # type: ignore[assignment]
         like = {"dtype": weight.dtype, "device": weight.device}
+        down: tuple[int, ...]
+        up: tuple[int, ...]
         if isinstance(base, nn.Conv2d):
             down, up = (rank, weight.shape[1] * base.groups, *weight.shape[2:]), (weight.shape[0], rank, 1, 1)
         else:
             p, d = weight.shape if isinstance(base, nn.Linear) else weight.T.shape  # GPT-2's Conv1D is transposed
             down, up = (rank, d), (p, rank)
-        self.A, self.B = nn.Parameter(torch.empty(down, **like)), nn.Parameter(torch.zeros(up, **like))
+        self.A, self.B = nn.Parameter(torch.randn(down, **like)), nn.Parameter(torch.zeros(up, **like))
 
     def forward(self, x: Tensor) -> Tensor:
         base: Any = self.base

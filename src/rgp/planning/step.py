@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from rgp import engine, slots
 from rgp.methods import Method
@@ -118,8 +117,7 @@ def private_step(
 
     run._inject = after_backward
     _watch_optimizer(run.optimizer, tally, noted)
-    no_autocast = _replaced(torch, is_autocast_enabled=lambda *_: False)  # it does not know meta tensors
-    with tally, _Device(device), _replaced(dropout, **_dropout_on(device)), _marked_layers(model, tally), no_autocast:
+    with tally, _as_on(device), _marked_layers(model, tally):
         _count_resident(model, [*run._initial.values(), *batch], tally)
         for given in run:
             if not first:
@@ -142,7 +140,7 @@ def plain_step(model: nn.Module, subject: Subject, m: int, *, first: bool, optim
     chosen = _optimizer(model, optimizer, device)
     trained = [p for p in model.parameters() if p.requires_grad]
     accumulated = 0 if first else bytes_of(trained)
-    with tally, _Device(device), _marked_layers(model, tally):
+    with tally, _as_on(device), _marked_layers(model, tally):
         _count_resident(model, batch, tally)
         _zero_gradients(trained)
         chosen.step()
@@ -255,36 +253,26 @@ class _NoNoise:
 # What the device decides ---------------------------------------------------------------------------------------------
 
 
-class _Device(TorchFunctionMode):
+def _functions_on(device: str) -> dict[str, Any]:
     """Attention and dropout as the device would run them: meta tensors alone would take the slowest form of both.
 
     Attention is fused (no T x T matrix is kept) on a GPU, and on a CPU without dropout. Dropout keeps a byte an entry on
     a GPU, a float on a CPU.
     """
+    attend, drop = F.scaled_dot_product_attention, F.dropout
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self._gpu = device == "gpu"
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        if dropout_p > 0 and device == "cpu":
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=options.get("scale"))[0]
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attention(func, *args, **kwargs)
-        if func is F.dropout and self._gpu:
-            return _dropout_on_gpu(func, *args, **kwargs)
-        return func(*args, **kwargs)
+    def dropout_on_gpu(input, p=0.5, training=True, inplace=False):
+        if not training or p == 0 or inplace:
+            return drop(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
 
-    def _attention(self, func, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **kwargs):
-        if dropout_p > 0 and not self._gpu:
-            return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=kwargs.get("scale"))[0]
-
-
-def _dropout_on_gpu(func, input, p=0.5, training=True, inplace=False):
-    if not training or p == 0 or inplace:
-        return func(input, p, training, inplace)
-    return torch.native_dropout(input, p, True)[0]
+    return {"scaled_dot_product_attention": attention, "dropout": drop if device == "cpu" else dropout_on_gpu}
 
 
 def _dropout_on(device: str) -> dict[str, Any]:
@@ -306,6 +294,16 @@ def _check(model: nn.Module, *, check: Callable[[nn.Module], None] = _privatize.
     except ValueError as error:
         if "meta device" not in str(error):
             raise
+
+
+@contextmanager
+def _as_on(device: str) -> Iterator[None]:
+    with (
+        _replaced(F, **_functions_on(device)),
+        _replaced(dropout, **_dropout_on(device)),
+        _replaced(torch, is_autocast_enabled=lambda *_: False),  # it does not know meta tensors
+    ):
+        yield
 
 
 @contextmanager

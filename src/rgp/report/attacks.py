@@ -50,7 +50,8 @@ def attacks(runs: Sequence[Run]) -> Html:
 
 def better_than_a_coin(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Where an attack tells anything, in words: more than two standard errors above a half."""
-    found, lost = [], []
+    found: list[str] = []
+    lost: list[str] = []
     for name, result in results:
         rate, error = finite(result.get("success_rate")), finite(result.get("standard_error"))
         if rate is not None and error is not None:

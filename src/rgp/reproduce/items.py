@@ -14,10 +14,11 @@ scales         scale -> {seeds, columns}; column -> {preset, set, rows, leave_ou
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Column:
     matrices: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Cell:
     """One run, and its place."""
 
@@ -76,14 +77,21 @@ class Cell:
         return {"stable_rank": "spectra", "residual": "spectra"}.get(self.measure, self.measure)
 
     def settings(self, data: Path | None = None) -> Config:
-        changes = {**self.changes, "run.seed": self.seed}
-        if data is not None:
-            changes["data.folder"] = str(data)
-        return config.load(preset=self.preset, changes=as_changes(changes))
+        made = _loaded(self.preset, tuple(as_changes(self.changes)))
+        folder = made.data.folder if data is None else str(data)
+        return replace(made, run=replace(made.run, seed=self.seed), data=replace(made.data, folder=folder))
 
+    @property
+    def exists(self) -> bool:
+        """Whether its preset does: without, it can neither run nor be found among what is finished."""
+        return self.measure == "cost" or self.preset in config.presets()
+
+    @functools.cached_property
     def key(self) -> str:
         if self.measure == "cost":
             return digest({"axis": self.column.name, **self.options})
+        if not self.exists:
+            return digest([self.preset, dict(self.changes), self.seed])
         about: Any = fingerprint(self.settings())
         return about if self.record != "spectra" else digest([about, dict(self.options)])
 
@@ -123,17 +131,26 @@ def digest(about: Any) -> str:
 
 
 def as_changes(changes: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={scalar(value)}" for name, value in changes.items()]
+    return [f"{name}={value if isinstance(value, str) else scalar(value)}" for name, value in changes.items()]
+
+
+@functools.lru_cache(maxsize=1024)
+def _loaded(preset: str, changes: tuple[str, ...]) -> Config:
+    return config.load(preset=preset, changes=changes)
+
+
+def folder() -> Path:
+    """experiments/paper of a checkout, or the same files in a wheel."""
+    here = Path(__file__).resolve()
+    checkout = here.parents[3] / "experiments" / "paper"
+    return checkout if checkout.is_dir() else here.parent / "configs"
 
 
 def files() -> dict[str, Path]:
     """Name -> file, tables first."""
-    here = Path(__file__).resolve()
-    checkout = here.parents[3] / "experiments" / "paper"
-    folder = checkout if checkout.is_dir() else here.parent / "configs"
-    found = {path.stem: path for path in folder.glob("*.yaml")}
+    found = {path.stem: path for path in folder().glob("*.yaml")}
     if not found:
-        raise FileNotFoundError(f"{folder} holds no configs of tables and figures: this installation is not complete")
+        raise FileNotFoundError(f"{folder()} holds no configs of tables and figures: this installation is not complete")
     return {name: found[name] for name in sorted(found, key=lambda name: (name.startswith("fig"), name))}
 
 
@@ -166,7 +183,19 @@ def read(
         if "values" in about:
             options["values"] = about["values"]
         if content["measure"] == "cost":
-            cells.append(Cell(item=name, row="", column=column, x=None, seed=0, measure="cost", preset="", changes={}, options=options))
+            cells.append(
+                Cell(
+                    item=name,
+                    row="",
+                    column=column,
+                    x=None,
+                    seed=0,
+                    measure="cost",
+                    preset="",
+                    changes={},
+                    options=options,
+                )
+            )
             continue
         for row, shared in rows.items():
             if row in about.get("leave_out", ()):
@@ -211,7 +240,9 @@ def read(
     )
 
 
-def _values(axis: Mapping[str, Any] | None, column: Mapping[str, Any], row: Mapping[str, Any]) -> Sequence[float | None]:
+def _values(
+    axis: Mapping[str, Any] | None, column: Mapping[str, Any], row: Mapping[str, Any]
+) -> Sequence[float | None]:
     if axis is None:
         return [None]
     values: list[float | None] = list(column.get("x", axis["values"]))

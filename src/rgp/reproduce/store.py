@@ -17,7 +17,10 @@ from rgp.train import config
 from rgp.train.config import ConfigError
 from rgp.train.folder import RunFolder
 
-FROM_SUMMARY = ("accuracy", "accuracy_mismatched", "epsilon", "noise_multiplier", "steps", "held_out_rows", "wall_seconds", "version")
+FROM_SUMMARY = (
+    *("accuracy", "accuracy_mismatched", "epsilon", "noise_multiplier", "steps", "held_out_rows"),
+    *("wall_seconds", "peak_memory_bytes", "device"),
+)
 
 
 class Store:
@@ -33,12 +36,12 @@ class Store:
             self._take(row, str(results))
 
     def get(self, cell: Cell, kind: str | None = None) -> dict[str, Any] | None:
-        return self._records.get((cell.key(), kind or cell.record))
+        return self._records.get((cell.key, kind or cell.record))
 
     def add(self, cell: Cell, kind: str, content: dict[str, Any]) -> dict[str, Any]:
         """On disk before anyone hears of it."""
         about = {"preset": cell.preset, "set": dict(cell.changes), "seed": cell.seed} if cell.preset else {}
-        row = {"key": cell.key(), "measure": kind, **about, **content}
+        row = {"key": cell.key, "measure": kind, **about, **content}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size > 0
         with self.path.open("a", encoding="utf-8") as file:
@@ -79,7 +82,9 @@ class Store:
                 key = fingerprint(config.load(folder.config))
                 self.folders[key] = path
                 row = from_summary(folder.read_json(folder.summary))
-                self._records.setdefault((key, "accuracy"), {**row, "key": key, "measure": "accuracy", "source": path.name})
+                self._records.setdefault(
+                    (key, "accuracy"), {**row, "key": key, "measure": "accuracy", "source": path.name}
+                )
         except (ConfigError, ValueError, OSError) as error:
             self.left_out.append(f"{path}: {error}")
 

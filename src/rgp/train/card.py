@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -98,42 +99,68 @@ def plan_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def make_card(config: Config, parts: Parts, run: Run, summary: dict[str, Any]) -> dict[str, Any]:
-    private, settings = summary["epsilon"] is not None, run.settings
-    card: dict[str, Any] = {
-        "private": private,
-        "epsilon": summary["epsilon"],
-        "delta": summary["delta"],
-        "accountant": summary["accountant"],
-        "unit": parts.data.unit,
-        "neighbours": NEIGHBOURS,
-        "sampling": {
-            "kind": "Poisson",
-            "rate": summary["sampling_rate"],
-            "expected_batch_size": summary["batch_size"],
-            "max_batch": settings.max_batch,
-            "steps": summary["steps"],
-        },
-        "method": summary["method"],
-        "noise_multiplier": summary["noise_multiplier"],
-        "clip": summary["clip"],
-        "seed_known": config.run.seed is not None,
-        "secure_noise": config.run.secure_noise,
-        "dataset": summary["dataset"],
-        "training_rows": summary["training_rows"],
-        "model": summary["model"],
-        "parameters": summary["parameters"],
-        "preprocessing": {str(k): _plain(v) for k, v in (getattr(parts.data, "public_constants", None) or {}).items()},
-        "not_covered": NOT_COVERED,
-        "audit": None,  # filled in by `rgp audit --run`
-        "attack_run": False,  # whether `rgp attack` was; its results are about private rows, and never here
-        "ledger": {"releases": summary["releases"], "head": summary["ledger_head"]},
-        "code": {"rgp": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+    card = card_of(
+        run,
+        method=summary["method"],
+        unit=parts.data.unit,
+        dataset=summary["dataset"],
+        model=summary["model"],
+        seed_known=config.run.seed is not None,
+        secure_noise=config.run.secure_noise,
+        preprocessing=getattr(parts.data, "public_constants", None) or {},
+    )
     if summary["accuracy_is_publishable"]:
         for name in summary:  # on a published test split, which nobody asked to protect
             if name == "perplexity" or (name.startswith("accuracy") and name != "accuracy_is_publishable"):
                 card[name] = summary[name]
+    return card
+
+
+def card_of(
+    run: Run,
+    *,
+    method: str,
+    unit: str,
+    dataset: str,
+    model: str,
+    seed_known: bool,
+    secure_noise: bool,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The card of any run, with names for what it was about."""
+    settings, spent = run.settings, run.epsilon()
+    private = math.isfinite(spent)
+    card: dict[str, Any] = {
+        "private": private,
+        "epsilon": spent if private else None,
+        "delta": settings.delta if private else None,
+        "accountant": settings.accountant if private else None,
+        "unit": unit,
+        "neighbours": NEIGHBOURS,
+        "sampling": {
+            "kind": "Poisson",
+            "rate": settings.rate(0),
+            "expected_batch_size": settings.batch_size(0),
+            "max_batch": settings.max_batch,
+            "steps": run.step_index,
+        },
+        "method": method,
+        "noise_multiplier": run.noise_multiplier if private else None,
+        "clip": settings.clip(0),
+        "seed_known": seed_known,
+        "secure_noise": secure_noise,
+        "dataset": dataset,
+        "training_rows": settings.dataset_size,
+        "model": model,
+        "parameters": sum(e.size for e in run.plan),
+        "preprocessing": {str(k): _plain(v) for k, v in (preprocessing or {}).items()},
+        "not_covered": NOT_COVERED,
+        "audit": None,  # filled in by `rgp audit --run`
+        "attack_run": False,  # whether `rgp attack` was; its results are about private rows, and never here
+        "ledger": {"releases": run.ledger.count, "head": run.ledger.head},
+        "code": {"rgp": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
     if private and settings.accountant == "pld":
         meaning = accounting.meaning(run.ledger.events(), delta=settings.delta)
         card["attack_bound"] = {"false_positive_rate": 0.01, "true_positive_rate": meaning.tpr_at_1_percent}
@@ -154,8 +181,8 @@ def card_text(card: dict[str, Any]) -> str:
         lines += [
             f"**Proven: ({epsilon}, {delta:g})-differential privacy** for {card['unit']}.",
             "",
-            f"Whether any {short_unit(card['unit'])} was used or not, no outcome of this training, the weights here included, becomes more",
-            f"than e^{epsilon} = {_big(math.exp(float(epsilon)))} times as likely, except with probability {delta:g}.",
+            f"Whether any {short_unit(card['unit'])} was used or not, no outcome of this training, the weights here included,",
+            f"becomes more than e^{epsilon} = {_big(math.exp(float(epsilon)))} times as likely, except with probability {delta:g}.",
         ]
         if "attack_bound" in card:
             rate = math.ceil(card["attack_bound"]["true_positive_rate"] * 1e4) / 100

@@ -155,7 +155,7 @@ def _check_names(data: DataConfig, model: ModelConfig, mistakes: Mistakes) -> No
         data.name.count("/") == 1 and not Path(data.name).suffix and not data.name.startswith((".", "/", "~"))
     )
     if not known and not hub and not Path(data.name).expanduser().exists():
-        near = perhaps(data.name, IMAGES + TEXTS)
+        near = perhaps(data.name, IMAGES + TEXTS) or "there is no such file or folder; "
         mistakes.add(
             f"data.name = {data.name}: {near}must be one of {', '.join(IMAGES + TEXTS)}, a file or folder that exists, "
             "or a data set of the Hugging Face hub (hf:owner/name)",

@@ -208,11 +208,9 @@ def demo(
 
 
 def show_presets(as_json: bool) -> None:
-    from rgp.train.config import PRESETS, presets
+    from rgp.train.config import about_preset, presets
 
-    about = {
-        name: (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name in presets()
-    }
+    about = {name: about_preset(name) for name in presets()}
     if as_json:
         typer.echo(json.dumps(about))
         return
@@ -284,7 +282,8 @@ def exit_codes() -> Iterator[None]:
         _stop(_words(error), WRONG_USE, error)
     except Exception as error:
         if disk := disk_error(error):
-            _stop(f"{_words(disk)}. {_KEPT}", NO_DISK, error)
+            before_work = isinstance(disk, PermissionError) and disk.errno is None  # folder.check_writable says all
+            _stop(_words(disk) if before_work else f"{_words(disk)}. {_KEPT}", NO_DISK, error)
         if isinstance(
             error, (OSError, LedgerError, RankError, UnsupportedError, WrongUseError, ImportError, DemoError)
         ):

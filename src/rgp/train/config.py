@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from rgp.train import families
 from rgp.train.checks import ConfigError, Mistakes, cross_check, perhaps
 from rgp.train.sections import KEYS, SECTIONS, Config, short
 
@@ -41,8 +42,7 @@ def load(file: Path | None = None, *, preset: str | None = None, changes: Iterab
         mistakes.append(f"nothing to train: give a config file, or --preset with one of {', '.join(presets())}")
     if preset is not None:
         if preset in presets():
-            content = _parse((PRESETS / f"{preset}.yaml").read_text(encoding="utf-8"), f"preset {preset}", mistakes)
-            _collect(content, given, mistakes)
+            _collect(_preset(preset, mistakes), given, mistakes)
         else:
             mistakes.no_base = True
             mistakes.append(
@@ -79,7 +79,20 @@ def load(file: Path | None = None, *, preset: str | None = None, changes: Iterab
 
 
 def presets() -> list[str]:
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    return sorted([*(path.stem for path in PRESETS.glob("*.yaml")), *families.members()])
+
+
+def about_preset(name: str) -> str:
+    """One line for people."""
+    if name in families.members():
+        return families.members()[name][0]
+    return (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+def _preset(name: str, mistakes: Mistakes) -> Any:
+    if name in families.members():
+        return families.members()[name][1]
+    return _parse((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"), f"preset {name}", mistakes)
 
 
 def _overlay(given: dict[str, Any], layer: Mapping[str, Any]) -> None:
@@ -95,6 +108,7 @@ def _collect(content: Any, given: dict[str, Any], mistakes: Mistakes) -> None:
     if content is None:
         return
     if not isinstance(content, Mapping):
+        mistakes.no_base = True
         mistakes.append(f"the config must be sections with keys below them; got {content!r}")
         return
     for section, keys in content.items():
@@ -170,6 +184,7 @@ def _parse(content: str, where: str, mistakes: Mistakes) -> Any:
     try:
         return yaml.load(content, _Loader)
     except (yaml.YAMLError, TypeError) as error:  # TypeError: a list as a key
+        mistakes.no_base = True
         mistakes.append(f"{where} is not YAML: {' '.join(str(error).split())}")
         return None
 

@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rgp import accounting
 from rgp.ledger import Ledger
 from rgp.train.setup import example_losses, scores
@@ -16,7 +18,7 @@ def evaluate_run(out: Path) -> dict[str, Any]:
     settings, parts, source = load_trained(out)
     batch = settings.training.microbatch_size or 32
 
-    def measure(dataset: Any) -> Any:
+    def measure(dataset: Any) -> tuple[Tensor, Tensor]:
         return example_losses(
             parts.model, dataset, collate_fn=parts.data.collate_fn, device=parts.device, batch_size=batch
         )

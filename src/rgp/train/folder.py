@@ -58,7 +58,7 @@ class RunFolder:
             raise RunFolderError(f"{self.path} holds a finished run; it was not touched. {other}")
         raise RunFolderError(
             f"{self.path} holds a run that is not finished; it was not touched. Go on with it: "
-            f"rgp train --resume --out {self.path}. {other}"
+            f"rgp train --resume --out {self.path}. Or c{other[1:]}"
         )
 
     def check_resumable(self) -> None:

@@ -24,10 +24,11 @@ def make_transformer(config: Config, data: Any, tokenizer: Any) -> nn.Module:
     settings = config.model
 
     def load(t: Any, where: str) -> nn.Module:
+        options: dict[str, Any] = {}
         if settings.task == "causal-lm":
-            kind, options = t.AutoModelForCausalLM, {}
+            kind = t.AutoModelForCausalLM
         elif settings.pooling is not None:
-            kind, options = t.AutoModel, {}
+            kind = t.AutoModel
         else:
             kind, options = t.AutoModelForSequenceClassification, {"num_labels": data.classes}
         if settings.pretrained:

@@ -52,7 +52,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     path.chmod(0o644)  # to be published; safetensors writes for the owner alone
 
 
-def load_trained(out: Path) -> tuple[Config, Parts, str]:
+def load_trained(out: Path, data: Any = None) -> tuple[Config, Parts, str]:
     """(config, parts with the run's weights, where they came from): of the finished model, or the last checkpoint."""
     from safetensors.torch import load_model
 
@@ -67,7 +67,7 @@ def load_trained(out: Path) -> tuple[Config, Parts, str]:
         weights = folder.path / source / "model.safetensors"
     else:
         raise RunFolderError(f"{out} has neither a trained model nor a checkpoint yet")
-    parts = setup.make(settings)
+    parts = setup.make(settings, data)
     if source == "model":
         parts.model = language.without_adapters(parts.model)
     load_model(parts.model, str(weights))

@@ -1,0 +1,1 @@
+"""Private training inside other frameworks. Each file needs its framework; `import rgp` needs none of them."""

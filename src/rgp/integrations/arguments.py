@@ -1,0 +1,195 @@
+"""`PrivacyArguments`: what private training asks besides `TrainingArguments`, and which of the latter do not go with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import rgp
+from rgp.methods import NORMS, SIDES, Method
+
+METHODS: dict[str, type[Method]] = {
+    "rgp": rgp.RGP,
+    "rgp-random": rgp.RGPRandom,
+    "dpsgd": rgp.DPSGD,
+    "linear": rgp.LinearProbe,
+    "bitfit": rgp.BiTFiT,
+}
+CARRIED = ("rank", "sides", "source", "norm")
+
+
+@dataclass
+class PrivacyArguments:
+    """For `PrivateTrainer`; also for `HfArgumentParser((TrainingArguments, PrivacyArguments))`.
+
+    >>> PrivacyArguments(epsilon=3.0, batch_size=512).make_method().rank
+    8
+    """
+
+    epsilon: float | None = field(
+        default=None,
+        metadata={"help": "Privacy that may be spent; the noise follows from it. Or give noise_multiplier."},
+    )
+    delta: float | None = field(
+        default=None, metadata={"help": "Probability that epsilon fails. Default: 1/(10 N), at most 1e-5."}
+    )
+    noise_multiplier: float | None = field(
+        default=None, metadata={"help": "The noise itself, in multiples of clip, in place of epsilon. 0: no privacy."}
+    )
+    accountant: str = field(default="pld", metadata={"help": "pld (tight) or rdp.", "choices": ["pld", "rdp"]})
+    clip: float = field(default=1.0, metadata={"help": "Largest gradient norm of one example."})
+    auto_clip: bool = field(
+        default=False,
+        metadata={"help": "Normalise every example's gradient to about clip (AUTO-S), not only large ones."},
+    )
+    batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Expected size of a logical batch; each example is drawn on its own. Default: "
+            "per_device_train_batch_size (the micro-batch) times gradient_accumulation_steps."
+        },
+    )
+    method: str = field(
+        default="rgp",
+        metadata={
+            "help": "rgp, rgp-random, dpsgd, linear or bitfit. For LoRA adapters (peft): dpsgd.",
+            "choices": list(METHODS),
+        },
+    )
+    rank: int | None = field(default=None, metadata={"help": "rgp: columns of L and rows of R. Default: 8."})
+    sides: str | None = field(
+        default=None, metadata={"help": "rgp: which carriers get gradients. Default: both.", "choices": list(SIDES)}
+    )
+    source: str | None = field(
+        default=None,
+        metadata={
+            "help": "rgp: what the carriers are found in. Default: history.",
+            "choices": ["history", "weight", "momentum", "random"],
+        },
+    )
+    norm: str | None = field(
+        default=None, metadata={"help": "rgp: which norm is clipped. Default: intrinsic.", "choices": list(NORMS)}
+    )
+    head_scale: float = field(default=1.0, metadata={"help": "Multiplies the head's gradient before clipping."})
+    overrides: str | None = field(  # or the mapping itself; argument parsers know one type per field
+        default=None,
+        metadata={"help": 'JSON: parameter-name pattern -> carried, exact, frozen or a rank. {"*norm*": "frozen"}'},
+    )
+    ema: float | None = field(
+        default=None, metadata={"help": "Decay of a running mean of the weights, which is what is evaluated and saved."}
+    )
+    noise_seed: int | None = field(
+        default=None,
+        metadata={"help": "Repeats a run exactly. Who knows it can undo the protection: leave it out for real data."},
+    )
+    secure_noise: bool = field(
+        default=False, metadata={"help": "Noise from a cryptographic generator; needs rgp[secure]."}
+    )
+    unit: str = field(
+        default="one row of the training data", metadata={"help": "What one example is, for the privacy card."}
+    )
+    log_loss: bool = field(
+        default=True,
+        metadata={
+            "help": "Log the training loss. It comes from private data without noise: epsilon does not cover it."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.treatments: Any = json.loads(self.overrides) if isinstance(self.overrides, str) else self.overrides or {}
+        if not isinstance(self.treatments, Mapping):
+            raise ValueError(f"overrides must be a mapping from pattern to treatment; got {self.overrides!r}")
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError(
+                f"give either epsilon or noise_multiplier; got epsilon={self.epsilon}, "
+                f"noise_multiplier={self.noise_multiplier}"
+            )
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
+        self.make_method()
+
+    def make_method(self) -> Method:
+        given = {name: getattr(self, name) for name in CARRIED if getattr(self, name) is not None}
+        if given and not METHODS[self.method].carries:
+            raise ValueError(f"{', '.join(given)}: method {self.method!r} has no carriers; leave it out, or use rgp")
+        return METHODS[self.method](head_scale=self.head_scale, overrides=self.treatments, **given)
+
+    @property
+    def private(self) -> bool:
+        return self.noise_multiplier != 0
+
+
+def logical_batch(args: Any, privacy: PrivacyArguments) -> int:
+    """gradient_accumulation_steps is taken over: it sets the logical batch where batch_size does not."""
+    if privacy.batch_size is None:
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if args.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and PrivacyArguments.batch_size="
+            f"{privacy.batch_size} both say how large a logical batch is: leave one of them out"
+        )
+    return privacy.batch_size
+
+
+def refuse(args: Any) -> None:
+    """ValueError for what private training cannot allow, by the argument's name."""
+    half = "the model's own precision is used; load it with dtype=torch.float32, or in bfloat16 as a whole"
+    refused: list[tuple[str, Any, str]] = [
+        ("fp16", args.fp16, f"a loss scaler skips steps that were released; {half}"),
+        ("bf16", args.bf16, half),
+        ("deepspeed", args.deepspeed, "it has an optimizer and gradients of its own"),
+        ("fsdp", args.fsdp, "sharded parameters have no per-example gradients here"),
+        ("parallelism_config", getattr(args, "parallelism_config", None), "it splits the batch by itself"),
+        ("torch_compile", args.torch_compile, "it hides the model's operations from the engine"),
+        ("use_liger_kernel", args.use_liger_kernel, "its fused kernels hide operations from the engine"),
+        ("auto_find_batch_size", args.auto_find_batch_size, "it repeats steps; set per_device_train_batch_size"),
+        ("push_to_hub", args.push_to_hub, "it would publish training losses; publish what save_model writes"),
+        (
+            "include_num_input_tokens_seen",
+            getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False),
+            "how many tokens were seen tells of the private texts",
+        ),
+        (
+            "lr_scheduler_type",
+            getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy"),
+            "a schedule that reacts to losses reacts to data; choose one that is fixed in advance",
+        ),
+        ("optim", "layerwise" in str(args.optim).lower(), "it steps inside the backward pass, before noise is added"),
+        (
+            "train_sampling_strategy",
+            strategy(args) == "sequential",
+            "examples must be drawn at random, each on its own",
+        ),
+        ("world size", args.world_size > 1, "several processes are not supported here; start one"),
+    ]
+    for name, value, why in refused:
+        if value:
+            shown = "" if isinstance(value, bool) or name == "world size" else f"={value!r}"
+            raise ValueError(f"{name}{shown} does not go with private training: {why}")
+
+
+def taken_over(args: Any, privacy: PrivacyArguments, batch_size: int, rate: float) -> list[str]:
+    """What is done in place of arguments that ordinary training would follow, for the log."""
+    said = [
+        f"sampling: Poisson, each example on its own with probability {rate:.4g}, in place of the Trainer's own sampler",
+        f"batch: {batch_size} examples are expected per step, per_device_train_batch_size="
+        f"{args.per_device_train_batch_size} of them at once",
+    ]
+    if args.gradient_accumulation_steps != 1:
+        said.append(f"gradient_accumulation_steps={args.gradient_accumulation_steps} was taken into that batch size")
+    if args.max_grad_norm:
+        said.append(f"max_grad_norm={args.max_grad_norm:g} is not used: clip={privacy.clip:g} bounds each example")
+    if strategy(args) == "group_by_length":
+        said.append("group_by_length: examples of similar length share a micro-batch; it does not decide who is drawn")
+    if args.dataloader_drop_last:
+        said.append("dataloader_drop_last is not used: a Poisson batch has no fixed size, and none is dropped")
+    return said
+
+
+def strategy(args: Any) -> str:
+    if getattr(args, "group_by_length", False):  # before transformers 5
+        return "group_by_length"
+    found = getattr(args, "train_sampling_strategy", "random")
+    return str(getattr(found, "value", found))

@@ -1,0 +1,46 @@
+"""The page as Markdown, with figures beside it: what a repository keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rgp.reproduce.content import NOT_COVERED, Section
+
+
+def write(sections: Sequence[Section], path: Path, *, title: str, words: Sequence[str], say) -> list[Path]:  # type: ignore[no-untyped-def]
+    """The page, and one PNG per figure in img/ beside it. Returns what was written."""
+    written = [path]
+    lines = [f"# {title}", "", *(line for word in words for line in (word, ""))]
+    for section in sections:
+        lines += [f"## {section.title}", ""]
+        if section.private:
+            lines += [f"*{NOT_COVERED}*", ""]
+        lines += [line for word in section.words for line in (word, "")]
+        picture = _figure(section, path, say)
+        if picture is not None:
+            written.append(picture)
+            lines += [f"![{section.title}]({picture.relative_to(path.parent).as_posix()})", ""]
+        if section.rows:
+            lines += [_line(section.headers), "|" + "---|" * len(section.headers), *map(_line, section.rows), ""]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    return written
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _figure(section: Section, path: Path, say) -> Path | None:  # type: ignore[no-untyped-def]
+    if not section.panels:
+        return None
+    try:
+        from rgp.reproduce.figures import draw
+    except ImportError:
+        say("no figures: they need pip install 'rgp[plots]'")
+        return None
+    picture = path.parent / "img" / f"{path.stem}-{section.name}.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw(section, picture)
+    return picture
