@@ -4,7 +4,7 @@
     python experiments/vision.py tuning --data FOLDER        how the settings were chosen, on 5,000 rows of the training set
     python experiments/vision.py show [--plots FOLDER]       mean, standard error and paired differences of what is there
 
-FOLDER holds cifar10.npz and mnist.npz (`rgp data get cifar10 --out FOLDER`). Settings are presets of `rgp train`, changed by
+FOLDER holds cifar10.npz and mnist.npz (`rgp data get cifar10 mnist --to FOLDER`). Settings are presets of `rgp train`, changed by
 what vision.yaml lists; each run is what `rgp train --preset NAME --set KEY=VALUE ...` does. Runs whose name is in the
 results already are skipped, so that the script goes on where it was stopped.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-NEEDS = {"huggingface": "transformers", "loop": "sklearn", "vision": "safetensors"}
+NEEDS = {"causal_lm": "transformers", "huggingface": "transformers", "trainer": "accelerate", "loop": "sklearn", "vision": "safetensors"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -22,3 +22,5 @@ def test_example(path, tmp_path):
     assert done.returncode == 0, done.stderr
     for accuracy in re.findall(r"held-out accuracy ([\d.]+)", done.stdout):
         assert float(accuracy) > 0.8, done.stdout  # it learns: the data are easy
+    for after, before in re.findall(r"held-out perplexity ([\d.]+), ([\d.]+) before", done.stdout):
+        assert float(after) < 3 < float(before), done.stdout  # the text itself has about 2

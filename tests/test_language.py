@@ -510,3 +510,155 @@ def hold_in(rows):
     from rgp.data.splits import hold_out
 
     return set(hold_out(rows, 0.2, 0, "")[0].tolist())
+
+
+# ---------------------------------------------------------------------- LoRA through rgp train
+
+
+@pytest.mark.parametrize("pooling", [None, "mean"])
+def test_train_dp_lora(bert_folder, tmp_path, pooling):
+    """Adapters and head are trained, everything else stays; what is published is an ordinary model with them added in."""
+    pytest.importorskip("peft")
+    from rgp.train import setup
+
+    write_rows(tmp_path / "data", "sst2")
+    options = {"method.name": "dp-lora", "method.rank": 3, "method.source": None, "model.pooling": pooling}
+    chosen = settings(changes_for(bert_folder, tmp_path / "data", **options))
+    parts = setup.make(chosen)
+    plan = rgp.make_plan(parts.model, parts.method)
+    trained = {e.name: e for e in plan.trained}
+    assert all("lora_" in n or "modules_to_save" in n for n in trained) and {e.treatment for e in trained.values()} == {"exact"}
+    assert {min(e.shape) for n, e in trained.items() if "lora_" in n} == {3}
+    linear = [m for m in parts.model.modules() if isinstance(m, nn.Linear)]
+    assert sum("lora_A" in n for n in trained) >= 12 and len(linear) > 24  # query, key, value and three dense, twice
+    summary = train(chosen, tmp_path / "run")
+    assert summary["method"] == "dp-lora" and summary["epsilon"] <= 8
+    measured = evaluation.evaluate_run(tmp_path / "run")
+    assert measured["accuracy"] == pytest.approx(summary["accuracy"])
+    from safetensors.torch import load_file
+
+    names = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert not [n for n in names if "lora" in n or "base_layer" in n or "modules_to_save" in n]
+    if pooling is None:
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+
+
+# ---------------------------------------------------------------------- causal language models
+
+
+def write_text(path, documents=40, seed=0):
+    rng = random.Random(seed)
+    path.write_text("\n\n".join("\n".join(sentence(rng, 3, 9) for _ in range(rng.randint(1, 3))) for _ in range(documents)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("unit", "options", "words"),
+    [
+        ("document", {"data.max_length": 20}, "one document"),
+        ("line", {"data.max_length": 20}, "one line"),
+        ("block", {"data.block": 8}, "one block of 8 tokens"),
+    ],
+)
+def test_the_unit_of_a_language_model_is_what_was_asked_for(gpt2_folder, tmp_path, unit, options, words):
+    path = write_text(tmp_path / "text.txt")
+    spec = {k.removeprefix("data."): v for k, v in options.items()}
+    data = load(DataSpec(name=str(path), unit=unit, tokenizer=gpt2_folder, **spec))
+    text = path.read_text()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2_folder)
+    if unit == "block":
+        tokens = sum(len(i) + 1 for i in tokenizer(text.split("\n\n"))["input_ids"])
+        expected, longest = tokens // 8, 8
+        assert {len(r["input_ids"]) for r in data.train} == {8}
+    else:
+        expected, longest = len(text.split("\n\n") if unit == "document" else [x for x in text.split("\n") if x]), 20
+    assert len(data.train) + len(data.test) == expected and max(data.train.lengths) <= longest
+    assert data.unit.startswith(words) and words in data.description
+    batch = data.collate_fn([data.train[i] for i in range(6)])
+    assert ((batch["labels"] == -100) == (batch["attention_mask"] == 0)).all()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_train_a_causal_language_model(request, tmp_path, kind, capsys):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    path = write_text(tmp_path / "text.txt")
+    options = {"data.name": path, "data.folder": None, "data.unit": "document", "model.task": "causal-lm"}
+    chosen = settings(changes_for(folder, tmp_path, **{**options, "optimizer.lr": 0.05, "training.steps": 6}))
+    said = []
+    shown = progress.Silent()
+    shown.say = said.append
+    summary = runner.train(chosen, tmp_path / "run", progress=shown)
+    assert any("privacy unit: one document of the training text" in line for line in said)
+    assert summary["unit"].startswith("one document") and 0 <= summary["accuracy"] <= 1
+    measured = evaluation.evaluate_run(tmp_path / "run")
+    assert measured["perplexity"] == pytest.approx(summary["perplexity"], rel=1e-5)
+    card = (tmp_path / "run" / "model" / "privacy_card.md").read_text()
+    assert "for one document of the training text" in card and "one document is added or removed" in card
+    assert "perplexity" not in card  # the held-out documents are private
+    # the model's own loss, one text at a time: what perplexity is
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    data = load(DataSpec(name=str(path), unit="document", tokenizer=folder, max_length=24))
+    with torch.no_grad():
+        rows = [(model(**{k: v[None] for k, v in r.items()}).loss.double(), len(r["labels"]) - 1) for r in data.test]
+    mean = sum(loss * n for loss, n in rows) / sum(n for _, n in rows)
+    assert summary["perplexity"] == pytest.approx(float(mean.exp()), rel=1e-4)
+
+
+# ---------------------------------------------------------------------- presets
+
+
+def preset_names(pattern):
+    return [n for n in config.presets() if pattern(n)]
+
+
+BERT = preset_names(lambda n: "-bert-" in n)
+MINILM = preset_names(lambda n: n.startswith("sst2-minilm"))
+QUICK = ["sst2-bert-rgp-eps8", "qnli-bert-dpsgd-eps1", "mnli-bert-rgp-np", "qqp-bert-linear-np", "sst2-minilm-dp-lora"]
+
+
+def start(preset, bert_folder, folder):
+    """One step on a tiny random BERT and made-up rows; all else as the preset has it."""
+    task = preset.split("-")[0]
+    write_rows(folder / "data", task, rows=40)
+    changes = [
+        f"data.folder={folder / 'data'}",
+        f"model.name={bert_folder}",
+        "data.max_length=24",
+        "training.steps=2",
+        "training.batch_size=10",
+        "training.microbatch_size=5",
+        "run.threads=1",
+    ]
+    return train(settings(changes, preset), folder / "run")
+
+
+@pytest.mark.parametrize("preset", QUICK)
+def test_presets_start(preset, bert_folder, tmp_path):
+    if "lora" in preset:
+        pytest.importorskip("peft")
+    summary = start(preset, bert_folder, tmp_path)
+    assert summary["finished"] and (summary["epsilon"] is None) == ("np" in preset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", [n for n in (*BERT, *MINILM) if n not in QUICK])
+def test_all_presets_start(preset, bert_folder, tmp_path):
+    if "lora" in preset:
+        pytest.importorskip("peft")
+    assert start(preset, bert_folder, tmp_path)["finished"]
+
+
+def test_the_presets_of_the_papers_table_have_its_numbers():
+    private, free = ("dpsgd", "rgp-random", "rgp"), ("full-np", "linear-np", "rgp-np")
+    tasks = {"sst2": (500, 1e-5), "qnli": (500, 1e-5), "qqp": (1000, 1e-6), "mnli": (1000, 1e-6)}
+    wanted = {f"{t}-bert-{m}-eps{e}" for t in tasks for m in private for e in (1, 2, 4, 6, 8)}
+    wanted |= {f"{t}-bert-{m}" for t in tasks for m in free}
+    assert wanted == set(BERT)
+    for name in wanted:
+        made, (batch, delta) = config.load(preset=name), tasks[name.split("-")[0]]
+        assert made.training.batch_size == batch and made.budget.delta == delta, name
+        epsilon = float(name.rpartition("eps")[2]) if "eps" in name else None
+        assert made.budget.epsilon == epsilon
+        assert made.training.epochs == (20 if epsilon in (1, 2) else 50)
+        if "eps8" in name:
+            assert config.load(preset=name.replace("-bert", "").replace("-eps8", "")) == made

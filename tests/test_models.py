@@ -34,8 +34,14 @@ def test_wide_resnets_have_their_published_size(name, millions):
 
 @pytest.mark.parametrize(
     "model",
-    [wrn("10-1"), wrn("wrn10-1", affine=False), wrn("10-1", weight_standardization=True), SmallCNN()],
-    ids=["wrn", "no affine", "standardised", "small cnn"],
+    [
+        wrn("10-1"),
+        wrn("wrn10-1", affine=False),
+        wrn("10-1", weight_standardization=True),
+        SmallCNN(),
+        SmallCNN(stride=2),
+    ],
+    ids=["wrn", "no affine", "standardised", "small cnn", "tiny cnn"],
 )
 def test_an_example_does_not_see_its_neighbours(model):
     images = torch.randn(3, 3, 32, 32)
@@ -49,6 +55,9 @@ def test_other_channels_classes_and_groups():
     assert model(torch.randn(2, 1, 28, 28)).shape == (2, 100)
     assert [m.num_groups for m in model.modules() if isinstance(m, nn.GroupNorm)][:2] == [16, 32]
     assert SmallCNN(num_classes=3, in_channels=1)(torch.randn(2, 1, 28, 28)).shape == (2, 3)
+    tiny = SmallCNN(in_channels=1, width=16, stride=2)
+    assert tiny(torch.randn(2, 1, 28, 28)).shape == (2, 10)
+    assert tiny.convs[0](torch.randn(2, 1, 28, 28)).shape == (2, 16, 14, 14)
 
 
 def test_norms_without_affine_have_no_parameters():

@@ -29,12 +29,12 @@ def group(title: str, *mutants: Mutant) -> list[Mutant]:
     return [Mutant(m.name, m.what, m.edits, m.tests, title, m.fast) for m in mutants]
 
 
-SCALE = "test_noise.py::test_released_noise_has_sigma_C_per_parameter_and_jointly"
-FUNCTION = "test_mechanism.py::test_what_a_run_publishes_is_a_function_of_its_releases"
+SCALE = "test_noise.py::test_released_noise_has_sigma_C_per_parameter_and_jointly[method0-False]"
+FUNCTION = "test_mechanism.py::test_what_a_run_publishes_is_a_function_of_its_releases[rgp]"
 LEDGER_SAYS = "test_mechanism.py::test_the_ledger_says_what_was_done_at_every_step"
 ONE_EXAMPLE = "test_clipping.py::test_one_example_moves_the_sum_by_at_most_C"
-WHOLE_RUNS = "test_clipping.py::test_sensitivity_of_whole_runs"
-BAD = "test_clipping.py::test_a_bad_example_contributes_exactly_zero_and_is_counted"
+WHOLE_RUNS = "test_clipping.py::test_sensitivity_of_whole_runs[dpsgd-False]"
+BAD = "test_clipping.py::test_a_bad_example_contributes_exactly_zero_and_is_counted[carried-nan]"
 SAMPLER = "test_sampling.py::test_the_sampler_of_a_run_is_this_sampler"
 
 NOISE = group(
@@ -188,7 +188,7 @@ CLIPPING = group(
         "large parameters left out of the norm",
         "what deferred parameters contribute is summed and not measured",
         ("clipping.py", "squares, magnitude = squares + more, magnitude + terms", "magnitude = magnitude + terms"),
-        by=(WHOLE_RUNS,),
+        by=("test_clipping.py::test_sensitivity_of_whole_runs[dpsgd-True]",),
     ),
     mutant(
         "biases left out of the norm",
@@ -413,7 +413,7 @@ PRIVATE = group(
             "            count = noisy[-1].item() / bound.count_weight\n",
             "            count = float((self._gradients.norms <= bound.clip).double().sub(0.5).sum())\n",
         ),
-        by=(FUNCTION,),
+        by=(FUNCTION.replace("[rgp]", "[rgp, adaptive clip]"),),
     ),
     mutant(
         "statistics of the forward pass kept",

@@ -26,7 +26,7 @@ class SmallCNN(nn.Module):
             raise ValueError(f"width={width} must be a multiple of groups={groups}")
         channels = [in_channels, width, 2 * width, 4 * width]
         self.convs = nn.ModuleList(nn.Conv2d(c, d, 3, padding=1) for c, d in pairwise(channels))
-        if stride > 1:
+        if stride != 1:
             self.convs[0] = nn.Conv2d(in_channels, width, 5, stride=stride, padding=2)
         self.norms = nn.ModuleList(nn.GroupNorm(groups, d) for d in channels[1:])
         self.head = nn.Linear(channels[-1], num_classes)

@@ -180,7 +180,8 @@ class Contender:
         given: dict[str, Any] = {"first": m >= q.share, "optimizer": q.optimizer, "device": q.device}
         if self.name == "plain":
             return plain_step(model, self.subject, m, **given)
-        return private_step(model, self.subject, self.method, m, materialise=self.name == "dpsgd", **given)
+        materialise = self.name in ("dpsgd", "dp-lora")  # per-example gradients of thin factors are small
+        return private_step(model, self.subject, self.method, m, materialise=materialise, **given)
 
     # memory of one rank
 
@@ -194,7 +195,7 @@ class Contender:
         }
         if self.question.sharded:
             parts = {name: -(-size // self.question.world_size) for name, size in parts.items()}
-        peaks = self._peaks(cost)
+        peaks = self._peaks(cost, m)
         phase = max(peaks, key=lambda name: peaks[name])
         return {
             **parts,
@@ -204,20 +205,22 @@ class Contender:
             "phase": phase.partition(":")[0],
         }
 
-    def _peaks(self, cost: Cost) -> dict[str, int]:
+    def _peaks(self, cost: Cost, m: int) -> dict[str, int]:
         if not self.question.sharded:
             return cost.peaks
         w = self.question.world_size
         gathered = 2 * self._largest_layer  # the one in use and the one on its way
-        resident = cost.weights + cost.initial + cost.optimizer
-        if self.name in ("plain", "dpsgd", "dpsgd-ghost"):  # sums of full size are scattered; thin ones are not
-            resident += cost.accumulated
+        shared = cost.weights + cost.initial + cost.optimizer
+        whole = cost.total  # the engine's sum is whole on every rank; elsewhere it is scattered like the weights
+        if self.name in ("plain", "dpsgd"):
+            whole = 0
+            shared += cost.total if m < self.question.share else 0
         peaks = {}
         for phase, peak in cost.peaks.items():
             if phase.partition(":")[0] in (*EVERY_MICROBATCH, "carriers"):
-                peaks[phase] = peak - resident + resident // w + gathered
+                peaks[phase] = peak - shared + shared // w + gathered
             else:
-                peaks[phase] = (peak - cost.per_example) // w + cost.per_example + gathered
+                peaks[phase] = (peak - whole) // w + whole
         return peaks
 
     @cached_property
@@ -234,7 +237,7 @@ class Contender:
         low, high = min(q.microbatch, q.share), 2 * min(q.microbatch, q.share)
         for _ in range(6):  # from a line through two sizes to one that was itself counted
             guess = self._on_line(low, high, room)
-            if guess == 0 or max(self._peaks(self.cost(guess)).values()) <= room:
+            if guess == 0 or max(self._peaks(self.cost(guess), guess).values()) <= room:
                 return guess
             low, high = (max(1, guess // 2), guess) if guess > 1 else (1, 2)
             if guess == 1:
@@ -242,7 +245,7 @@ class Contender:
         return max(1, guess // 2)
 
     def _on_line(self, low: int, high: int, room: float) -> int:
-        one, two = self._peaks(self.cost(low)), self._peaks(self.cost(high))
+        one, two = (self._peaks(self.cost(m), m) for m in (low, high))
 
         def fits(m: int) -> bool:
             at = (m - low) / (high - low)
@@ -257,15 +260,16 @@ class Contender:
     # the network
 
     def network_bytes(self, m: int) -> int:
-        """Sent by each rank in a step: a ring all-reduce sends its payload 2 (w - 1) / w times."""
+        """In and out of each rank in a step, as `run.traffic` counts them: the sum goes in, and comes out."""
         q = self.question
-        size = DTYPES[q.dtype].itemsize if self.name == "plain" else 4
-        payload, passed = self.released * size, (q.world_size - 1) / q.world_size
+        if q.world_size == 1:
+            return 0
+        payload = self.released * (DTYPES[q.dtype].itemsize if self.name == "plain" else 4)
         if not q.sharded:
-            return round(2 * passed * payload)
-        gathers = 2 * math.ceil(q.share / m) * self.cost(m).weights  # for every forward and every backward pass
-        rounds = 1 if self.name in ("plain", "dpsgd", "dpsgd-ghost") else 2
-        return round(passed * (gathers + rounds * payload))
+            return 2 * payload
+        # the other ranks' parts of every weight, for every forward and every backward pass
+        gathers = 2 * math.ceil(q.share / m) * self.cost(m).weights * (q.world_size - 1) // q.world_size
+        return gathers + 2 * payload
 
 
 def noise_dimensions(entry: Entry, sides: str) -> int:

@@ -94,8 +94,8 @@ def _memory(plan: dict[str, Any], console: Console) -> None:
 
 
 def _costs(plan: dict[str, Any], console: Console) -> None:
-    table = _table("A step: flops, bytes sent by a rank, noise, and the bound on signal to noise")
-    columns = ["flops", "sent", "noise dims", "signal/noise"]
+    table = _table("One step: flops, bytes in and out of a rank, noise")
+    columns = ["flops", "network", "noise dims", "signal/noise"]
     if plan["device_memory"] is not None:
         columns.append("most at once")
     for column in columns:

@@ -50,7 +50,7 @@ class Cost:
     gradients: int  # .grad of all trained parameters when the optimizer steps
     activations: int  # what the forward pass leaves for the backward pass
     per_example: int  # buffer of per-example gradients, and what large exact parameters keep for theirs
-    accumulated: int  # the sum over earlier micro-batches
+    total: int  # the sum over a logical batch: clipped gradients, or plain training's .grad
     batch: int  # the micro-batch itself
 
     def flops_of(self, microbatches: float, ranks: int = 1) -> int:
@@ -88,7 +88,7 @@ def private_step(
 
     materialise: store every exact parameter's per-example gradients, whatever their size.
     """
-    batch, tally, accumulated = subject.batch(m), Tally(), 0
+    batch, tally = subject.batch(m), Tally()
     noted: dict[str, int] = {}
     make_slot = _make_materialised if materialise else slots.make_slot
     with warnings.catch_warnings(), _replaced(engine, make_slot=make_slot), _replaced(_privatize, check_model=_check):
@@ -107,7 +107,7 @@ def private_step(
             seed=0,
             probe=False,
         )
-    run._noise = _NoNoise(tally)
+    run._noise = _NoNoise(tally, noted)
     # an empty first step gives the optimizer its state
     run._microbatches = lambda step: [list(range(m))] if step else []  # type: ignore[method-assign]
 
@@ -121,7 +121,7 @@ def private_step(
         _count_resident(model, [*run._initial.values(), *batch], tally)
         for given in run:
             if not first:
-                accumulated = bytes_of([run._gradients._sum()])
+                run._gradients._sum()
             noted["before"] = tally.live
             tally.enter("forward")
             loss = subject.loss(model, given)
@@ -130,7 +130,7 @@ def private_step(
             run.step(loss)
             del loss
     run.close()
-    return _cost(model, tally, noted, batch, list(run._initial.values()), run.optimizer, accumulated)
+    return _cost(model, tally, noted, batch, list(run._initial.values()), run.optimizer)
 
 
 def plain_step(model: nn.Module, subject: Subject, m: int, *, first: bool, optimizer: str, device: str) -> Cost:
@@ -139,7 +139,6 @@ def plain_step(model: nn.Module, subject: Subject, m: int, *, first: bool, optim
     noted: dict[str, int] = {}
     chosen = _optimizer(model, optimizer, device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    accumulated = 0 if first else bytes_of(trained)
     with tally, _as_on(device), _marked_layers(model, tally):
         _count_resident(model, batch, tally)
         _zero_gradients(trained)
@@ -158,11 +157,11 @@ def plain_step(model: nn.Module, subject: Subject, m: int, *, first: bool, optim
         del loss
         chosen.step()
         chosen.zero_grad()
-    noted["per_example"] = 0
-    return _cost(model, tally, noted, batch, [], chosen, accumulated)
+    noted |= {"per_example": 0, "total": noted["gradients"]}
+    return _cost(model, tally, noted, batch, [], chosen)
 
 
-def _cost(model, tally, noted, batch, initial, optimizer, accumulated) -> Cost:
+def _cost(model, tally, noted, batch, initial, optimizer) -> Cost:
     state = [value for values in optimizer.state.values() for value in values.values()]
     return Cost(
         peaks={phase: peak for phase, peak in tally.peaks.items() if phase != "setup"},
@@ -173,7 +172,7 @@ def _cost(model, tally, noted, batch, initial, optimizer, accumulated) -> Cost:
         gradients=noted["gradients"],
         activations=noted["activations"],
         per_example=noted["per_example"],
-        accumulated=accumulated,
+        total=noted["total"],
         batch=bytes_of(batch),
     )
 
@@ -243,11 +242,12 @@ class _NoNoise:
 
     replayable = True
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
+    def __init__(self, tally: Tally, noted: dict[str, int]) -> None:
+        self._tally, self._noted = tally, noted
 
     def add(self, total: Tensor, *, std: float, step: int, attempt: int) -> None:
         self._tally.enter("release")
+        self._noted["total"] = total.nbytes
 
 
 # What the device decides ---------------------------------------------------------------------------------------------

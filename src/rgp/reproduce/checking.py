@@ -21,7 +21,7 @@ import torch
 from rgp import accounting
 from rgp.reproduce.items import digest
 from rgp.reproduce.running import _missing_data, _missing_weights
-from rgp.train import setup
+from rgp.train import language, setup
 from rgp.train.config import Config
 from rgp.train.folder import RunFolder
 from rgp.train.progress import Silent
@@ -48,12 +48,11 @@ class StandIns:
         began = time.monotonic()
         used: list[str] = []
         rows = TRAINING_ROWS.get(settings.data.name)
+        model = self.model(settings, used)
         if _missing_data(settings.data.name, settings.data.folder):
-            settings = replace(settings, data=replace(settings.data, folder=str(self.rows(settings.data.name))))
             used.append(f"made-up rows for {settings.data.name}")
-        if _missing_weights(settings):
-            used.append(f"tiny random weights for {settings.model.name}")
-            settings = replace(settings, model=replace(settings.model, name=str(self.weights())))
+            settings = replace(settings, data=replace(settings.data, folder=str(self.rows(settings.data.name))))
+        settings = replace(settings, model=replace(settings.model, name=model))
         data = self.read(settings)
         rows = rows or len(data.train)
         sigma = self.noise(settings, rows)
@@ -85,8 +84,6 @@ class StandIns:
     def read(self, settings: Config) -> Any:
         tokenizer = None
         if settings.model.name not in IMAGE_MODELS:
-            from rgp.train import language
-
             tokenizer = language.load_tokenizer(settings)
         about = settings.to_dict()["data"]
         key = digest([about, None if tokenizer is None else settings.model.name])
@@ -95,6 +92,13 @@ class StandIns:
         return self._data[key]
 
     # ------------------------------------------------------------------ made up
+
+    def model(self, settings: Config, used: list[str]) -> str:
+        """The model's name, or the folder of its weights, real ones or tiny ones."""
+        if _missing_weights(settings):
+            used.append(f"tiny random weights for {settings.model.name}")
+            return str(self.weights())
+        return str(language.weights_folder(settings) or settings.model.name)
 
     def rows(self, name: str) -> Path:
         """A data folder with a small made-up set of this name."""
@@ -137,7 +141,12 @@ class StandIns:
             words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
             (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
             BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
-            sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+            sizes: dict[str, Any] = {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+            }
             sizes |= {"initializer_range": 0.3}  # with the usual 0.02 so small a network hardly tells two texts apart
             BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(folder)
         return folder

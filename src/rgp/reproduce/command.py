@@ -123,7 +123,7 @@ def show(result: dict[str, Any]) -> None:
     if "list" in result:
         for column in ("", "what it shows", "runs", "finished", "time left"):
             table.add_column(column)
-        for row in result["list"]:
+        for row in [*result["list"], {"name": "all", "title": "runs in common counted once", **result["all"]}]:
             left = "not measured" if row["minutes_left"] is None else f"{row['minutes_left']:.0f} min"
             table.add_row(row["name"], row["title"], str(row["runs"]), str(row["finished"]), left)
     elif "checked" in result:

@@ -133,7 +133,7 @@ def _table(numbers: Numbers, made: Section) -> None:
     made.headers = headers
     for row in item.rows:
         for x in sorted({x for r, _, x in numbers.places if r == row}, key=lambda x: x or 0.0):
-            cells = [row if x is None or len(numbers.xs(row, item.columns[0].name)) == 1 else f"{row}, {x:g}"]
+            cells = [row if x is None else f"{row}, {x:g}"]
             for column in item.columns:
                 cells.append(_ours(numbers.place(row, column.name, x), numbers.metrics(column)))
                 if paper:

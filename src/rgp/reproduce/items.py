@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from rgp.train import config
-from rgp.train.config import Config
+from rgp.train.config import Config, ConfigError
 from rgp.train.sections import scalar
 
 SCALES = ("mini", "paper")
@@ -84,15 +84,16 @@ class Cell:
     @property
     def exists(self) -> bool:
         """Whether its preset does: without, it can neither run nor be found among what is finished."""
-        return self.measure == "cost" or self.preset in config.presets()
+        return self.measure == "cost" or self.preset in _presets()
 
     @functools.cached_property
     def key(self) -> str:
         if self.measure == "cost":
             return digest({"axis": self.column.name, **self.options})
-        if not self.exists:
+        try:
+            about: Any = fingerprint(self.settings())
+        except ConfigError:  # no such preset, or settings that do not fit: nothing can be known of it
             return digest([self.preset, dict(self.changes), self.seed])
-        about: Any = fingerprint(self.settings())
         return about if self.record != "spectra" else digest([about, dict(self.options)])
 
 
@@ -132,6 +133,11 @@ def digest(about: Any) -> str:
 
 def as_changes(changes: Mapping[str, Any]) -> list[str]:
     return [f"{name}={value if isinstance(value, str) else scalar(value)}" for name, value in changes.items()]
+
+
+@functools.cache
+def _presets() -> frozenset[str]:
+    return frozenset(config.presets())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -207,7 +213,7 @@ def read(
             for x in _values(content.get("x"), about, shared):
                 made = {**about.get("set", {}), **shared.get("set", {}), **own.get("set", {})}
                 words = {"method": method, "x": "" if x is None else f"{x:g}"}
-                if x is not None and shared.get("x", True) and content["x"].get("key"):
+                if x is not None:
                     made[content["x"]["key"]] = x
                 made |= dict(changes or {})
                 preset = own.get("preset", about["preset"]).format(**words)
@@ -245,8 +251,7 @@ def _values(
 ) -> Sequence[float | None]:
     if axis is None:
         return [None]
-    values: list[float | None] = list(column.get("x", axis["values"]))
-    return values if row.get("x", True) else values[-1:]
+    return column.get("x", axis["values"]) if row.get("x", True) else [None]
 
 
 def _known(content: Mapping[str, Any], keys: set[str], where: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rgp.reproduce.content import NOT_COVERED, Section
 
+Say = Callable[[str], None]
 
-def write(sections: Sequence[Section], path: Path, *, title: str, words: Sequence[str], say) -> list[Path]:  # type: ignore[no-untyped-def]
+
+def write(sections: Sequence[Section], path: Path, *, title: str, words: Sequence[str], say: Say) -> list[Path]:
     """The page, and one PNG per figure in img/ beside it. Returns what was written."""
     written = [path]
     lines = [f"# {title}", "", *(line for word in words for line in (word, ""))]
@@ -32,7 +34,7 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def _figure(section: Section, path: Path, say) -> Path | None:  # type: ignore[no-untyped-def]
+def _figure(section: Section, path: Path, say: Say) -> Path | None:
     if not section.panels:
         return None
     try:

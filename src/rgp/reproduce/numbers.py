@@ -101,10 +101,9 @@ class Numbers:
         found: dict[str, list[tuple[float, float]]] = {}
         every = sorted({x for row in self.item.rows for x in self.xs(row, column.name)})
         for row in self.item.rows:
-            points = [(x, self.mean(row, column, x)) for x in self.xs(row, column.name)]
+            one_for_all = (row, column.name, None) in self.places
+            points = [(x, self.mean(row, column, None if one_for_all else x)) for x in every]
             known = [(x, y) for x, y in points if y is not None]
-            if len(points) == 1 and known and len(every) > 1:  # one run for the whole axis
-                known = [(x, known[0][1]) for x in every]
             if known:
                 found[row] = known
         return found
@@ -181,10 +180,3 @@ def rows_tested(place: Place, column: Column) -> int:
     known = [row["held_out_rows"] for row in place.seeds.values() if row.get("held_out_rows")]
     known += [row["nonmembers"] for row in place.seeds.values() if row.get("nonmembers")]
     return known[0] if known else TEST_ROWS.get(column.beside or column.name, 1000)
-
-
-def minutes(cell: Cell, store: Store) -> float | None:
-    """What the run took, if it was run; else what its column says."""
-    record = store.get(cell)
-    seconds = record.get("wall_seconds") if record else None
-    return cell.column.minutes if seconds is None else seconds / 60

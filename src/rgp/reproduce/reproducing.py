@@ -12,10 +12,9 @@ from typing import Any
 from rgp.reproduce import claims, content, markdown, page
 from rgp.reproduce.checking import StandIns
 from rgp.reproduce.items import SCALES, Cell, Item, files, read
-from rgp.reproduce.numbers import Numbers, minutes
+from rgp.reproduce.numbers import Numbers
 from rgp.reproduce.running import Work, unavailable
 from rgp.reproduce.store import Store
-from rgp.train.config import ConfigError
 from rgp.train.progress import Progress
 
 TITLE = "The paper's tables and figures, again"
@@ -74,20 +73,20 @@ class Reproduction:
     # ------------------------------------------------------------------ what can be done
 
     def overview(self) -> dict[str, Any]:
-        rows = []
-        for item in self.items:
-            left = {(c.key, c.record): minutes(c, self.store) for c in self.chosen(item) if self.store.get(c) is None}
-            known = [value for value in left.values() if value is not None]
-            rows.append(
-                {
-                    "name": item.name,
-                    "title": item.title,
-                    "runs": len({(c.key, c.record) for c in self.chosen(item)}),
-                    "finished": len({(c.key, c.record) for c in self.chosen(item) if self.store.get(c) is not None}),
-                    "minutes_left": sum(known) if len(known) == len(left) else None,
-                }
-            )
-        return {"scale": self.scale, "list": rows}
+        rows = [{"name": i.name, "title": i.title, **self._counted(self.chosen(i))} for i in self.items]
+        total = self._counted([cell for item in self.items for cell in self.chosen(item)])
+        return {"scale": self.scale, "list": rows, "all": total}
+
+    def _counted(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """Different runs: tables and figures have many in common."""
+        runs = {(cell.key, cell.record): cell for cell in cells}
+        left = [cell.column.minutes for cell in runs.values() if self.store.get(cell) is None]
+        known = [value for value in left if value is not None]
+        return {
+            "runs": len(runs),
+            "finished": len(runs) - len(left),
+            "minutes_left": round(sum(known), 1) if len(known) == len(left) else None,
+        }
 
     def run(self, *, resume: bool, minutes: float | None) -> dict[str, Any]:
         if minutes is not None and minutes < 0:
@@ -137,16 +136,10 @@ class Reproduction:
         for item in items:
             for cell in item.cells:
                 if cell.name not in why and self.store.get(cell) is None:
-                    reason = self._unavailable(cell)
+                    reason = unavailable(cell, self.data)
                     if reason is not None:
                         why[cell.name] = reason
         return [Numbers(item, self.store, why) for item in items]
-
-    def _unavailable(self, cell: Cell) -> str | None:
-        try:
-            return unavailable(cell, self.data)
-        except ConfigError as error:
-            return f"failed: {' '.join(str(error).split())}"
 
     def result(self) -> dict[str, Any]:
         found = self.numbers(self.items)
@@ -187,7 +180,7 @@ class Reproduction:
         why = {}
         for item in items:
             for cell in item.cells:
-                reason = self._unavailable(cell)
+                reason = unavailable(cell, self.data)
                 if reason is not None:
                     why[cell.name] = reason
         return [content.starts([Numbers(item, self.store, why) for item in items], checks, why)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import shutil
 import time
 from collections.abc import Iterable
@@ -43,7 +44,10 @@ class Work:
         """Name of a cell -> why it has no result, for those that have none."""
         wanted = {(cell.key, cell.record): cell for cell in cells if self.store.get(cell) is None}
         problems: dict[str, str] = {}
-        for number, cell in enumerate(wanted.values(), 1):
+        short_first = sorted(
+            wanted.values(), key=lambda cell: math.inf if cell.column.minutes is None else cell.column.minutes
+        )
+        for number, cell in enumerate(short_first, 1):
             why = unavailable(cell, self.data)
             if why is not None:
                 problems[cell.name] = why
@@ -53,7 +57,10 @@ class Work:
                 self.progress.say(f"\n{cell.name} ({number} of {len(wanted)})")
                 try:
                     self.measure(cell)
-                except Interrupted:
+                except Interrupted as error:
+                    error.args = (
+                        f"stopped; {cell.name} is saved, others are kept. Go on with the same command and --resume",
+                    )
                     raise
                 except Exception as error:
                     from rgp.train.command import disk_error
@@ -151,7 +158,10 @@ def unavailable(cell: Cell, data: Path | None) -> str | None:
     """Why a cell cannot run here, if it cannot."""
     if not cell.exists:
         return f"not run: there is no preset {cell.preset}"
-    why = None if cell.measure == "cost" else missing(cell.settings(data))
+    try:
+        why = None if cell.measure == "cost" else missing(cell.settings(data))
+    except ConfigError as error:
+        return f"failed: {' '.join(str(error).split())}"
     return None if why is None else f"{UNAVAILABLE} ({why})"
 
 
