@@ -123,6 +123,9 @@ class Run:
                 e.name: self._parameters[e.name].detach().clone() for e in plan if e.treatment == "carried"
             }
 
+        # whether every rank makes the same number of passes in a step (fillers make up for it), so that a loop may use
+        # collectives of its own; passes over sharded weights are such
+        self.same_passes = self._sharding.active
         for hook in optimizer._optimizer_step_pre_hooks.values():
             if isinstance(getattr(hook, "__self__", None), Run):
                 raise WrongUseError("the optimizer belongs to another run that is not closed; call its close() first")
@@ -181,7 +184,7 @@ class Run:
         try:
             loader = None
             while not (self.finished or self._stopped):
-                if self._stop and not self._sharding.active:
+                if self._stop and not self.same_passes:
                     self.ranks.meet(self._standing(STOPS))
                     return
                 self._begin_step()
@@ -211,7 +214,7 @@ class Run:
                             "is repeated."
                         )
                     self._leave()
-                    if self._stop and not self._sharding.active:
+                    if self._stop and not self.same_passes:
                         break
                 ended = self.step_index > step or self._discarded > discarded
                 assert ended or self._stop or self._stopped, "the last micro-batch ends its step"
@@ -243,6 +246,7 @@ class Run:
             raise WrongUseError("run.step was called twice for one batch, or outside `for batch in run`")
         weights = self._loss_weights(loss, m)
         last, step = self._last and self._view + 1 == self.settings.views, self.step_index
+        counts = not isinstance(self._indices, Filler)
         self._failed = True
         try:
             self._probe(m)
@@ -254,11 +258,13 @@ class Run:
             self._capture.in_backward = True
             torch.autograd.backward(loss, weights)
             if self._plain:
-                self._gradients.add_plain({n: g for n in self._slots if (g := self._parameters[n].grad) is not None}, m)
+                if counts:
+                    found = {n: g for n in self._slots if (g := self._parameters[n].grad) is not None}
+                    self._gradients.add_plain(found, m)
                 self._drop_gradients()
-            self._check_captured()
+            if counts or not self._plain:
+                self._check_captured()
             self._watch.check()
-            counts = not isinstance(self._indices, Filler)
             if self._view + 1 == self.settings.views and counts and not self._plain:
                 if self._inject is not None:
                     self._inject(self._gradients, self._indices)
@@ -296,7 +302,7 @@ class Run:
     def stop(self) -> None:
         """End the loop where it stands, on all ranks; the logical batch that is not finished is dropped.
 
-        Nothing of it was released, and the next loop over this run draws it again. (With sharded weights the loop ends
+        Nothing of it was released, and the next loop over this run draws it again. (With `same_passes` the loop ends
         when the next logical batch would have been released.)
         """
         self._stop = True
@@ -467,8 +473,8 @@ class Run:
         clipped = self._gradients.take()
         self._noise_std = self._std(clipped) / self.settings.batch_size(step)
         sent = self.ranks.sent
-        # with sharded weights no rank may leave out a pass, so this is the first moment at which to stop
-        condition = STOPS if self._stop and self._sharding.active else HERE
+        # where no rank may leave out a pass, this is the first moment at which to stop
+        condition = STOPS if self._stop and self.same_passes else HERE
         all_ranks = self.ranks.meet(self._standing(condition, clipped.bad_examples))
         if all_ranks.condition == STOPS:
             self._drop_partial()
@@ -607,7 +613,7 @@ class Run:
         rate, cap = settings.rate(step), settings.max_batch
         indices = draw(self._streams, step, settings.dataset_size, rate, attempt=attempt, max_batch=cap)
         parts = cut(self.ranks.share(indices), settings.microbatch_size, self._lengths)
-        if self._sharding.active:  # the first rank has the most
+        if self.same_passes and self.ranks.size > 1:  # the first rank has the most
             most = -(-len(indices[:: self.ranks.size]) // settings.microbatch_size)
             parts += [Filler(indices[:1].tolist()) for _ in range(most - len(parts))]
         return parts

@@ -124,7 +124,7 @@ class PrivacyArguments:
 def logical_batch(args: Any, privacy: PrivacyArguments) -> int:
     """gradient_accumulation_steps is taken over: it sets the logical batch where batch_size does not."""
     if privacy.batch_size is None:
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if args.gradient_accumulation_steps != 1:
         raise ValueError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} and PrivacyArguments.batch_size="
@@ -162,11 +162,10 @@ def refuse(args: Any) -> None:
             strategy(args) == "sequential",
             "examples must be drawn at random, each on its own",
         ),
-        ("world size", args.world_size > 1, "several processes are not supported here; start one"),
     ]
     for name, value, why in refused:
         if value:
-            shown = "" if isinstance(value, bool) or name == "world size" else f"={value!r}"
+            shown = "" if isinstance(value, bool) else f"={value!r}"
             raise ValueError(f"{name}{shown} does not go with private training: {why}")
 
 

@@ -102,6 +102,7 @@ class PrivateTrainer(Trainer):
         self.model_wrapped = self.model
         self.model.train()
         run = self._make_run(steps, resume_from_checkpoint)
+        run.same_passes = True  # with several processes: callbacks and evaluation talk to the other ranks
         self.run = run
         self._curve = EpsilonSoFar(run) if self.privacy.private else None
         self._begin_state(run, resume_from_checkpoint, trial)
