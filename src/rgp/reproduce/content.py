@@ -202,12 +202,12 @@ def starts(found: Sequence[Numbers], checks: dict[str, dict[str, Any] | None], w
         shown = f"{len(good)} of {len(cells)}" + (f"; FAILED: {bad[0]}" if bad else "")
         rows.append([item.name, shown, ", ".join(stood) or "none", state + (f"; run: {done}" if done else "")])
     words = [
-        "The paper's own models and settings are a GPU's work. Each of these runs was begun (`--check`): noise calibrated for "
-        "the whole run, then three steps of 4 rows through the run's own code, with stand-ins where weights or rows cannot be "
-        "had here.",
+        "The paper's own models and settings are a GPU's work. The runs counted here as started were begun (`--check`): noise "
+        "calibrated for the whole run, then three steps of 4 rows through the run's own code, with stand-ins where weights or "
+        "rows cannot be had here. The others have not been tried.",
     ]
     headers = ("", "runs that started", "stand-ins", "runs of one seed")
-    return Section("Paper scale: every run starts", words, headers, rows, name="paper")
+    return Section("Paper scale: which runs start", words, headers, rows, name="paper")
 
 
 def _states(numbers: Numbers) -> str:
