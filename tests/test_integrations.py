@@ -87,7 +87,7 @@ def arguments(folder, **options):
 def privacy(**options):
     return PrivacyArguments(
         **{
-            "noise_multiplier": 0.7,
+            "noise_multiplier": 8.0,
             "clip": 0.5,
             "batch_size": 12,
             "rank": 2,

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from rgp.models import SmallCNN, StandardizedConv2d, WideResNet, wrn
+from rgp.models.wrn import standardized
 
 
 def count(model: nn.Module) -> int:
@@ -80,7 +81,7 @@ def test_standardised_weights_forget_scale_and_shift():
     with torch.no_grad():
         conv.weight.mul_(7).add_(3)
     torch.testing.assert_close(conv(x), before, rtol=1e-7, atol=1e-7)
-    kernels = conv.standardized_weight().flatten(1)
+    kernels = standardized(conv.weight).flatten(1)
     torch.testing.assert_close(kernels.mean(1), torch.zeros(6, dtype=torch.float64))
     torch.testing.assert_close(kernels.var(1, correction=0), torch.full((6,), 1 / 36, dtype=torch.float64))
 

@@ -1,7 +1,7 @@
 """A text encoder with a plain linear head on its pooled tokens: what MiniLM and other sentence encoders need.
 
 pooling   "mean" over the tokens that are not padding, or "cls", the first token
-centre    a fixed vector that is taken off: the mean over public sentences (public_text.py), or zero. Features of one
+centre    a fixed vector that is taken off: the mean over public sentences (public_text.py, or a file), or zero. Features of one
           encoder share a large common part; a head then spends its gradient on that part, and clipping cuts the rest
 head      "linear", or "layernorm": features are brought to mean 0 and variance 1 first, without parameters, so that the
           head does not depend on their scale, nor on how the scale moves while the encoder is trained
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-POOLINGS, HEADS, CENTRES = ("cls", "mean"), ("linear", "layernorm"), ("none", "public")
+POOLINGS, HEADS = ("cls", "mean"), ("linear", "layernorm")
 ABOUT = "pooled.json"
 
 
@@ -113,12 +113,27 @@ class PooledClassifier(nn.Module):
         return model
 
 
-def public_batches(
-    tokenizer: Any, collate: Callable[[list[Any]], dict[str, Tensor]], *, max_length: int, device: torch.device
-) -> list[dict[str, Tensor]]:
-    """The public sentences, tokenised as the private texts are."""
-    from rgp.models.public_text import SENTENCES
+def public_sentences(name: str) -> list[str]:
+    """Those that come with rgp, "public" or "films"; or the lines of a file."""
+    from rgp.models.public_text import TEXTS
 
-    ids = tokenizer(list(SENTENCES), truncation=True, max_length=max_length)["input_ids"]
+    if name in TEXTS:
+        return list(TEXTS[name])
+    found = [line.strip() for line in Path(name).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not found:
+        raise ValueError(f"{name} holds no sentence; a file of public text has one per line")
+    return found
+
+
+def public_batches(
+    sentences: list[str],
+    tokenizer: Any,
+    collate: Callable[[list[Any]], dict[str, Tensor]],
+    *,
+    max_length: int,
+    device: torch.device,
+) -> list[dict[str, Tensor]]:
+    """Public sentences, tokenised as the private texts are."""
+    ids = tokenizer(sentences, truncation=True, max_length=max_length)["input_ids"]
     rows = [{"input_ids": torch.tensor(i), "attention_mask": torch.ones(len(i), dtype=torch.long)} for i in ids]
     return [{k: v.to(device) for k, v in collate(rows[at : at + 32]).items()} for at in range(0, len(rows), 32)]

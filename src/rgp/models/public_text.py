@@ -1,9 +1,9 @@
-"""Sentences that were written for this file: public text from which `model.centre: public` takes its mean feature.
+"""Sentences that were written for this file: public text from which `model.centre` takes its mean feature.
 
-A third speaks of films, a third of everyday things, and the rest are questions and facts; good, bad and neutral in turn.
+FILMS are such as a critic may write, for reviews of films; EVERYDAY speaks of anything else. Good, bad and neutral in turn.
 """
 
-SENTENCES = (
+FILMS = (
     "a warm and funny film about a family that learns to talk again",
     "the plot goes nowhere and takes two hours to get there",
     "an actor in this role could hardly have been better chosen",
@@ -26,6 +26,69 @@ SENTENCES = (
     "i would gladly see it again tomorrow",
     "the children in the cinema loved it",
     "an uneven but honest portrait of a town in winter",
+    "a clever script in the hands of a careful director",
+    "too long by half and never once surprising",
+    "the two leads have real chemistry",
+    "this is the kind of movie that makes you check your watch",
+    "a gentle drama about growing old",
+    "the special effects are the only reason to stay awake",
+    "funny, sad and true",
+    "an empty exercise in style",
+    "it takes a worn formula and makes it feel new",
+    "the characters are so thin that one hardly cares who survives",
+    "a feast for the eyes and a puzzle for the mind",
+    "it mistakes noise for tension",
+    "her performance alone is worth the ticket",
+    "a predictable romance with a few good laughs",
+    "the film never decides what it wants to be",
+    "a powerful story told without a wasted minute",
+    "clumsy, preachy and dull",
+    "sweet without being silly",
+    "an ambitious failure",
+    "the camera work is stunning throughout",
+    "a comedy without jokes",
+    "it is hard to imagine a better adaptation of the novel",
+    "the story collapses in the final act",
+    "full of wit and warmth",
+    "an hour and a half that feels like three",
+    "a thoughtful look at friendship and loss",
+    "the actors do what they can with a poor script",
+    "one of the worst films i have seen this year",
+    "a bold and original debut",
+    "sentimental in the wrong places",
+    "the humor is crude but it works",
+    "a tired retread of better pictures",
+    "touching and beautifully acted",
+    "the plot has more holes than a fishing net",
+    "it offers nothing that television has not done better",
+    "a delightful surprise from beginning to end",
+    "slow, but rewarding for those who stay with it",
+    "the villain is the most interesting person in it",
+    "a mess from the first scene to the last",
+    "as fresh and honest as anything on the screen today",
+    "the ending is rushed and unconvincing",
+    "an engaging mystery with a strong cast",
+    "neither the music nor the dancing saves it",
+    "a quietly brilliant portrait of a marriage",
+    "flat direction and lifeless dialogue",
+    "pure entertainment for the whole family",
+    "it has style, energy and a sense of fun",
+    "you have seen all of this before",
+    "a moving film that earns its tears",
+    "the jokes are stale and the pace is worse",
+    "intelligent, tense and well made",
+    "a bland movie about interesting people",
+    "it lingers in the memory for days",
+    "the less said about the sequel the better",
+    "rich in detail and alive with feeling",
+    "a shallow treatment of a serious subject",
+    "the young star carries the picture with ease",
+    "ugly to look at and painful to hear",
+    "a modest, charming little film",
+    "all in all a pleasant way to spend an evening",
+)
+
+EVERYDAY = (
     "the train to the coast leaves at half past seven",
     "we spent the afternoon repairing the fence behind the house",
     "the new phone is lighter but its battery is worse",
@@ -69,3 +132,5 @@ SENTENCES = (
     "the vaccine was tested on thirty thousand volunteers",
     "a triangle has three sides",
 )
+
+TEXTS = {"public": FILMS[::4] + EVERYDAY, "films": FILMS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from math import prod
 from typing import Any
 
@@ -121,6 +122,7 @@ def _audit(run: Run) -> str:
     low, proven, sure = (finite(audit.get(key)) for key in ("epsilon_lower", "epsilon_proven", "confidence"))
     if low is None or proven is None or sure is None:
         return "–"
+    low = math.floor(low * 100) / 100
     return f"{low:.2f} at {sure:.0%} confidence ({audit.get('kind')}; {words.epsilon_text(proven)} was proven there)"
 
 

@@ -119,11 +119,14 @@ class Item:
 
 
 def fingerprint(settings: Config) -> str:
-    """The same for the same training, wherever it is computed."""
-    about = settings.to_dict()
-    for section, names in _ELSEWHERE.items():
-        for name in names:
-            del about[section][name]
+    """The same for the same training, wherever it is computed. A key that later versions add changes none, at its default."""
+    plain = Config().to_dict()
+    about = {
+        f"{section}.{name}": value
+        for section, keys in settings.to_dict().items()
+        for name, value in keys.items()
+        if value != plain[section][name] and name not in _ELSEWHERE.get(section, ())
+    }
     return digest(about)
 
 

@@ -123,6 +123,11 @@ def _check_language(config: Config, mistakes: Mistakes) -> None:
             if getattr(model, leaf) != plain:
                 words = f"model.{leaf} = {getattr(model, leaf)}: needs model.pooling = cls or mean"
                 mistakes.add(words, f"model.{leaf}", "model.pooling")
+    if model.centre not in ("none", "public", "films") and not Path(model.centre).expanduser().is_file():
+        words = (
+            f"model.centre = {model.centre}: must be none, public, films, or a file with one public sentence per line"
+        )
+        mistakes.add(words, "model.centre")
     if model.task == "causal-lm":
         if model.pooling is not None:
             words = f"model.pooling = {model.pooling}: is for classifiers, so with task causal-lm it must be null"

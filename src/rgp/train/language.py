@@ -45,13 +45,14 @@ def make_transformer(config: Config, data: Any, tokenizer: Any) -> nn.Module:
 
 
 def pool(config: Config, encoder: nn.Module, data: Any, tokenizer: Any) -> nn.Module:
-    from rgp.models.pooled import PooledClassifier, public_batches
+    from rgp.models.pooled import PooledClassifier, public_batches, public_sentences
 
     assert config.model.pooling is not None
     model = PooledClassifier(encoder, data.classes, pooling=config.model.pooling, head=config.model.head)
-    if config.model.centre == "public":
+    if config.model.centre != "none":
+        sentences, cpu = public_sentences(config.model.centre), torch.device("cpu")
         length = config.data.max_length
-        model.recentre(public_batches(tokenizer, data.collate_fn, max_length=length, device=torch.device("cpu")))
+        model.recentre(public_batches(sentences, tokenizer, data.collate_fn, max_length=length, device=cpu))
     return model
 
 

@@ -53,14 +53,22 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     name: str = key("small-cnn", string(), f"{', '.join(IMAGE_MODELS)}; a folder or hub name of a Hugging Face model")
-    width: int | None = key(None, whole(8), "small-cnn, tiny-cnn: channels of the first layer (32); mlp: hidden units (128)")
+    width: int | None = key(
+        None, whole(8), "small-cnn, tiny-cnn: channels of the first layer (32); mlp: hidden units (128)"
+    )
     pretrained: bool = key(True, flag(), "Hugging Face: start from its weights, not from random ones")
     task: str = key("classify", choice("classify", "causal-lm"), "Hugging Face: a classifier, or a language model")
     pooling: str | None = key(
-        None, choice("cls", "mean"), "encoders: a linear head on the first token or the mean of all (the model's own head)"
+        None,
+        choice("cls", "mean"),
+        "encoders: a linear head on the first token or the mean of all (the model's own head)",
     )
     head: str = key("linear", choice("linear", "layernorm"), "with pooling: layernorm makes the head scale-free")
-    centre: str = key("none", choice("none", "public"), "with pooling: take off the mean feature of public sentences")
+    centre: str = key(
+        "none",
+        string(),
+        "with pooling: take off the mean feature of public sentences: films, public, or a file of them",
+    )
     weight_standardization: bool = key(False, flag(), "wide ResNets: kernels with mean 0 and variance 1 / fan-in")
     affine: bool = key(True, flag(), "wide ResNets: norms with a trained scale and shift")
 
