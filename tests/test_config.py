@@ -12,7 +12,6 @@ from rgp import cli
 from rgp.train import config, setup
 from rgp.train.config import ConfigError, load, presets
 from rgp.train.sections import IMAGE_MODELS
-from rgp.train.sections import IMAGE_MODELS
 
 
 def mistakes(*changes, preset="digits-rgp", file=None):
@@ -80,12 +79,13 @@ def test_all_mistakes_at_once_each_with_key_value_and_what_is_allowed():
         "--set nonsense: write section.key=value, such as --set method.rank=4",
         "budget.epsilon = -1: must be a number above 0, or null",
         "training.clip = big: must be a number above 0, or a mapping from parameter-name patterns to such numbers, or null",
-        "optimizer.name = sdg: must be one of sgd, adam, adamw; did you mean sgd?",
+        "optimizer.name = sdg: must be one of sgd, adam, adamw, adam-corrected; did you mean sgd?",
         "run.seed = 1.5: must be a whole number of at least 0, or null",
         f"model.name = smal-cnn: did you mean small-cnn? must be one of {', '.join(IMAGE_MODELS)}, a folder with a "
         "Hugging Face model, or its name on the hub (owner/name)",
-        "data.name = no/such/file.csv: there is no such file or folder; must be one of digits, cifar10, svhn, mnist, fashion_mnist, sst2, qnli, qqp, "
-        "mnli, a file or folder that exists, or a data set of the Hugging Face hub (hf:owner/name)",
+        "data.name = no/such/file.csv: there is no such file or folder; must be one of digits, cifar10, svhn, "
+        "mnist, fashion_mnist, sst2, qnli, qqp, mnli, a file or folder that exists, or a data set of the "
+        "Hugging Face hub (hf:owner/name)",
     ]
 
 

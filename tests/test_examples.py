@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-NEEDS = {"causal_lm": "transformers", "huggingface": "transformers", "trainer": "accelerate", "loop": "sklearn", "vision": "safetensors"}
+NEEDS = {
+    "causal_lm": "transformers",
+    "huggingface": "transformers",
+    "trainer": "accelerate",
+    "loop": "sklearn",
+    "vision": "safetensors",
+}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -41,22 +41,32 @@ def test_the_fast_ones_are_caught():
     assert done.returncode == 0
 
 
-HARMLESS = ("noise.py", "CHUNK = 1 << 20", "CHUNK = 1 << 19")
-GONE = ("noise.py", "no such text", "")
-BROKEN = ("noise.py", "CHUNK = 1 << 20", "CHUNK = 1 <<")
-
-
-@pytest.mark.parametrize(
-    ("edit", "says"),
-    [(HARMLESS, "1 mutants, 1 survived"), (GONE, "found 0 times, not once"), (BROKEN, "its process died")],
-    ids=["harmless", "gone", "broken"],
+KEYS = "test_noise.py::test_keys_have_128_bits_and_every_purpose_its_own"
+HARMLESS = Mutant("harmless", "nothing", (("noise.py", "CHUNK = 1 << 20", "CHUNK = 1 << 19"),), (KEYS,))
+BROKEN = Mutant("broken", "a syntax error", (("noise.py", "CHUNK = 1 << 20", "CHUNK = 1 <<"),), (KEYS,))
+CLUMSY = Mutant(
+    "clumsy", "an unknown name", (("streams.py", "        counter = np", "        counter = npp"),), (KEYS,)
 )
-def test_the_runner_has_teeth(edit, says):
-    """A change that no test minds survives; an edit without a place, or one that cannot be imported, is an error."""
-    it = Mutant("it", "nothing", (edit,), ("test_noise.py::test_keys_have_128_bits_and_every_purpose_its_own",))
+
+
+def test_the_runner_has_teeth():
+    """A change that no test minds survives; one that cannot be imported, or crashes by itself, is an error and not caught."""
     program = (
         f"import sys; sys.path.insert(0, {str(HERE / 'mutants')!r})\nimport run\nfrom catalogue import Mutant\n"
-        f"run.MUTANTS = ({it!r},)\nraise SystemExit(run.main(['--only', 'it']))"
+        f"run.MUTANTS = {(HARMLESS, BROKEN, CLUMSY)!r}\n"
+        "raise SystemExit(run.main(['--only', 'harmless', '--only', 'broken', '--only', 'clumsy']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and says in done.stdout, done.stdout + done.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and done.stdout.endswith("\n3 mutants, 3 survived\n"), said
+    for line in ("passes    unbroken", "SURVIVED  harmless", "ERROR     broken", "ERROR     clumsy"):
+        assert line in done.stdout, said
+
+
+def test_a_place_that_is_gone_or_not_the_only_one_is_an_error(tmp_path):
+    for old in ("no such text", "import"):
+        gone = Mutant("gone", "nothing", (("noise.py", old, ""),), ("test_noise.py::no_such_test",))
+        place, test = mutants.check_places([gone])
+        assert "times, not once" in place and "there is no test" in test
+        with pytest.raises(ValueError, match="times, not once"):
+            mutants.prepare(tmp_path / str(len(old)), gone.edits)

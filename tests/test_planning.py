@@ -244,29 +244,20 @@ def test_lora_of_a_convolution_has_its_factors():
     assert torch.allclose(wrapped(x), expected, atol=1e-5)
 
 
-def test_layers_not_gone_through_are_extrapolated(monkeypatch):
+@pytest.mark.parametrize(("name", "checkpointing"), [*((name, False) for name in METHODS), ("rgp", True)])
+def test_layers_not_gone_through_are_extrapolated(monkeypatch, name, checkpointing):
     pytest.importorskip("transformers")
-    monkeypatch.setitem(
-        workloads.HUGGING_FACE,
-        "minilm",
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "vocab_size": 50,
-        },
-    )
+    tiny = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
+    monkeypatch.setitem(workloads.HUGGING_FACE, "minilm", {**tiny, "num_hidden_layers": 8})
     asked = Question(model="minilm", seq=16, rank=2, microbatch=4, batch=8)
-    for name in METHODS:
-        every = planned(asked, name).cost(4)
-        with monkeypatch.context() as shorter:
-            shorter.setattr(estimate, "DEEP", 5)
-            some = planned(asked, name).cost(4)
-        assert max(some.peaks.values()) == pytest.approx(max(every.peaks.values()), rel=0.005)
-        for part in ("weights", "optimizer", "gradients", "activations", "per_example", "initial"):
-            assert getattr(some, part) == pytest.approx(getattr(every, part), rel=0.005)  # buffers have whole blocks
-        assert some.flops_of(2) == pytest.approx(every.flops_of(2), rel=0.001)
+    every = planned(asked, name, checkpointing=checkpointing).cost(4)
+    monkeypatch.setattr(estimate, "DEEP", 5)
+    some = planned(asked, name, checkpointing=checkpointing).cost(4)
+    # the buffer has whole blocks of 256 columns, which is 1% of so small a model and nothing of a large one
+    assert max(some.peaks.values()) == pytest.approx(max(every.peaks.values()), rel=0.01)
+    for part in ("weights", "optimizer", "gradients", "activations", "per_example", "initial"):
+        assert getattr(some, part) == pytest.approx(getattr(every, part), rel=0.01)
+    assert some.flops_of(2) == pytest.approx(every.flops_of(2), rel=0.001)
 
 
 def test_largest_microbatch_fits_and_the_next_does_not():

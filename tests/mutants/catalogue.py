@@ -106,7 +106,6 @@ NOISE = group(
             "        return clipped.total\n",
         ),
         by=(SCALE,),
-        fast=True,
     ),
     mutant(
         "noise for examples only",
@@ -289,7 +288,6 @@ SAMPLING = group(
             "    indices = np.sort(order[step % per_epoch * count :][:count])\n",
         ),
         by=(SAMPLER,),
-        fast=True,
     ),
     mutant(
         "batches of a fixed size",
@@ -327,7 +325,6 @@ SAMPLING = group(
             "                if not parts:\n                    self.step_index, self._started = self.step_index + 1, False\n",
         ),
         by=("test_loop.py::test_empty_draws_are_steps_like_any_other", FUNCTION),
-        fast=True,
     ),
     mutant(
         "divided by the drawn size",
@@ -419,7 +416,7 @@ PRIVATE = group(
         "statistics of the forward pass kept",
         "batch norm's running means, and whatever else a pass writes, are published",
         ("engine.py", "            self._watch.check()\n", ""),
-        by=("test_loop.py::test_batch_norm_switched_to_training_later_is_refused",),
+        by=("test_faults.py::test_fault[own_statistics]",),
     ),
     mutant(
         "a gradient past the capture",

@@ -216,8 +216,9 @@ def say(name: str, result: dict[str, Any], show: bool) -> None:
 def in_words(test: str) -> str:
     """tests/test_noise.py::test_the_scale[x] -> the scale (test_noise)."""
     file, _, name = test.partition("::")
-    sentence = name.partition("[")[0].removeprefix("test_").replace("_", " ")
-    return f"{sentence} (`{Path(file).stem}`)"
+    name, _, case = name.removeprefix("test_").partition("[")
+    sentence = f"fault: {case.rstrip(']')}" if name == "fault" else name  # docs/faults.md says what that is
+    return f"{sentence.replace('_', ' ')} (`{Path(file).stem}`)"
 
 
 def page(mutants: Sequence[Mutant], found: dict[str, dict]) -> str:

@@ -198,7 +198,7 @@ def sweeps(quick: bool) -> list[Sweep]:
     ]
 
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "hard, T balanced": {"spectrum": "hard", "steps": "balanced"},
     "hard, T of the remark": {"spectrum": "hard", "steps": "remark"},
     "easy, T of the remark": {"spectrum": "easy", "steps": "remark"},

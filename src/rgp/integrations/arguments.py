@@ -38,7 +38,9 @@ class PrivacyArguments:
     noise_multiplier: float | None = field(
         default=None, metadata={"help": "The noise itself, in multiples of clip, in place of epsilon. 0: no privacy."}
     )
-    accountant: str = field(default="pld", metadata={"help": "pld (tight) or rdp.", "choices": ["pld", "rdp"]})
+    accountant: str = field(
+        default="pld", metadata={"help": "With epsilon: pld (tight) or rdp.", "choices": ["pld", "rdp"]}
+    )
     clip: float = field(default=1.0, metadata={"help": "Largest gradient norm of one example."})
     auto_clip: bool = field(
         default=False,

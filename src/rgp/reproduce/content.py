@@ -60,6 +60,10 @@ def overview(found: Sequence[Numbers]) -> Section:
         rest = "; ".join(f"{state}: {count}" for state, count in counts.most_common()) or "all run"
         rows.append([numbers.item.name, numbers.item.title, f"{done} of {len(numbers.item.cells)}", rest])
     words = [SCALE[found[0].item.scale]] if found else []
+    if any(column.name == "digits" for numbers in found for column in numbers.item.columns):
+        words.append(
+            "The digits come without published test rows: accuracy on them is that of held-out rows, which no guarantee covers."
+        )
     return Section(
         "What was run", words, ("", "what it shows", "runs finished", "places in it without all of their runs"), rows
     )
@@ -74,8 +78,12 @@ def claims(verdicts: Sequence[Verdict]) -> Section:
         "A difference counts above two standard errors: of the paired differences over seeds, or, with one seed, of accuracies "
         "on so many test rows. Level: neither.",
     ]
-    shown = sorted(verdicts, key=lambda v: v.verdict == NOT_RUN)
-    rows = [[v.claim, v.item, v.where, v.verdict, v.why] for v in shown]
+    rows = [[v.claim, v.item, v.where, v.verdict, v.why] for v in verdicts if v.verdict != NOT_RUN]
+    waiting: dict[tuple[str, str], list[str]] = {}
+    for v in verdicts:
+        if v.verdict == NOT_RUN:
+            waiting.setdefault((v.claim, v.item), []).append(v.where)
+    rows += [[claim, item, "; ".join(where), NOT_RUN, ""] for (claim, item), where in waiting.items()]
     return Section("The paper's claims", words, ("claim", "from", "on", "verdict", "numbers"), rows, name="claims")
 
 
@@ -126,17 +134,18 @@ def _costs(numbers: Numbers, made: Section) -> None:
 
 def _table(numbers: Numbers, made: Section) -> None:
     item = numbers.item
-    paper = any(item.of_paper(row, column) for row in item.rows for column in item.columns)
+    paper = {c.name for c in item.columns if any(item.of_paper(row, c) for row in item.rows)}
     headers = ["" if item.x is None else f"method, {item.x['label']}"]
     for column in item.columns:
-        headers += [f"{column.name}, ours", f"{column.beside or column.name}, paper"] if paper else [column.name]
+        compared = column.name in paper
+        headers += [f"{column.name}, ours", f"{column.beside or column.name}, paper"] if compared else [column.name]
     made.headers = headers
     for row in item.rows:
         for x in sorted({x for r, _, x in numbers.places if r == row}, key=lambda x: x or 0.0):
             cells = [row if x is None else f"{row}, {x:g}"]
             for column in item.columns:
                 cells.append(_ours(numbers.place(row, column.name, x), numbers.metrics(column)))
-                if paper:
+                if column.name in paper:
                     cells.append(_paper(item, row, column, x))
             made.rows.append(cells)
 
@@ -151,7 +160,7 @@ def _paper(item: Item, row: str, column: Column, x: float | None) -> str:
 def _ours(place: Place, metrics: Sequence[str]) -> str:
     means = [place.mean(metric) for metric in metrics]
     if all(mean is None for mean in means):
-        return _plainly(place.state)
+        return _plainly(place.state) if place.wanted else ""
     words = "/".join("?" if mean is None else f"{mean:.1f}" for mean in means)
     error = place.error(metrics[0])
     if error is None:
@@ -169,6 +178,8 @@ def _lines(numbers: Numbers, made: Section) -> None:
         lines = numbers.lines(column)
         if item.x is not None:
             lines = {name: points for name, points in lines.items() if len(points) > 1}
+            if not any(numbers.xs(name, column.name) for name in lines):  # nothing but runs for the whole axis
+                lines = {}
         if lines:
             made.panels.append(Panel(column.name, x_label, y_label, lines))
 
@@ -191,12 +202,12 @@ def starts(found: Sequence[Numbers], checks: dict[str, dict[str, Any] | None], w
         shown = f"{len(good)} of {len(cells)}" + (f"; FAILED: {bad[0]}" if bad else "")
         rows.append([item.name, shown, ", ".join(stood) or "none", state + (f"; run: {done}" if done else "")])
     words = [
-        "The paper's own models and settings are a GPU's work. Each of these runs was begun (`--check`): noise calibrated for "
-        "the whole run, then three steps of 4 rows through the run's own code, with stand-ins where weights or rows cannot be "
-        "had here.",
+        "The paper's own models and settings are a GPU's work. The runs counted here as started were begun (`--check`): noise "
+        "calibrated for the whole run, then three steps of 4 rows through the run's own code, with stand-ins where weights or "
+        "rows cannot be had here. The others have not been tried.",
     ]
     headers = ("", "runs that started", "stand-ins", "runs of one seed")
-    return Section("Paper scale: every run starts", words, headers, rows, name="paper")
+    return Section("Paper scale: which runs start", words, headers, rows, name="paper")
 
 
 def _states(numbers: Numbers) -> str:
@@ -205,7 +216,9 @@ def _states(numbers: Numbers) -> str:
 
 def _plainly(state: str) -> str:
     """Without its reason, which is in the JSON."""
-    return state.partition(" (")[0].partition(": ")[0] if state.startswith("failed") else state.partition(" (")[0]
+    if state.startswith("not started"):
+        return "not run"
+    return state.partition(": ")[0] if state.startswith("failed") else state.partition(" (")[0]
 
 
 def _number(value: float | None, digits: int) -> str:

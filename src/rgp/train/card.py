@@ -182,7 +182,8 @@ def card_text(card: dict[str, Any]) -> str:
             f"**Proven: ({epsilon}, {delta:g})-differential privacy** for {card['unit']}.",
             "",
             f"Whether any {short_unit(card['unit'])} was used or not, no outcome of this training, the weights here included,",
-            f"becomes more than e^{epsilon} = {_big(math.exp(float(epsilon)))} times as likely, except with probability {delta:g}.",
+            f"becomes more than e^{epsilon} = {_big(math.exp(float(epsilon)))} times as likely, except with probability "
+            f"{delta:g}.",
         ]
         if "attack_bound" in card:
             rate = math.ceil(card["attack_bound"]["true_positive_rate"] * 1e4) / 100

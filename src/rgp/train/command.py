@@ -192,7 +192,7 @@ def demo(
     """See what private training costs: one small network, trained without privacy, with DP-SGD and with RGP.
 
     Trains for real, on scikit-learn's handwritten digits; attacks all three models with the membership test; writes one
-    report that compares them. About a minute on two cores.
+    report that compares them. A few minutes on two cores.
     """
     with exit_codes():
         from rgp.train.demo import run_demo, show_demo
