@@ -6,7 +6,7 @@ from rgp.checking import check
 from rgp.checkpoint import resume
 from rgp.clips import AdaptiveClip, AutoClip, GroupClip
 from rgp.engine import Run
-from rgp.errors import LedgerError, UnsupportedError, WrongUseError
+from rgp.errors import LedgerError, RankError, UnsupportedError, WrongUseError
 from rgp.fixing import fix
 from rgp.methods import (
     DPSGD,
@@ -37,6 +37,7 @@ __all__ = [
     "Plan",
     "PowerSGD",
     "RGPRandom",
+    "RankError",
     "ResidualOff",
     "Run",
     "UnsupportedError",
