@@ -252,11 +252,13 @@ def test_black_box_canaries_that_were_trained_on_lose_more_loss(monkeypatch, tmp
 def test_canaries_of_text_have_the_shape_of_a_row_and_nothing_of_it():
     ids = torch.tensor([5, 6, 7])
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor(1)}
-    empty = blank(row)
-    assert empty["input_ids"].tolist() == [0, 0, 0] and empty["attention_mask"].tolist() == [1, 1, 1]
-    made = [made_input(row, 2, np.random.default_rng(i), 100) for i in range(20)]
+    empty = blank(row, 4)
+    assert (
+        empty["input_ids"].tolist() == [0] * 4 and empty["attention_mask"].tolist() == [1] * 4 and empty["labels"] == 0
+    )
+    made = [made_input(empty, 2, np.random.default_rng(i), 100) for i in range(20)]
     assert {int(m["labels"]) for m in made} == {0, 1} and len({tuple(m["input_ids"].tolist()) for m in made}) == 20
-    spoken = made_input({**row, "labels": ids.clone()}, 2, np.random.default_rng(0), 100)
+    spoken = made_input(blank({**row, "labels": ids.clone()}, 4), 2, np.random.default_rng(0), 100)
     assert torch.equal(spoken["labels"], spoken["input_ids"])
 
 

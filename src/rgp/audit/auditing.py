@@ -28,6 +28,7 @@ from rgp.train.meters import EpsilonSoFar
 from rgp.train.progress import Progress
 from rgp.train.setup import Parts
 
+TOKENS = 32
 KINDS = ("white-box", "black-box")
 BOUND = "f-dp"  # the one that counts; chosen here and not by its result
 
@@ -104,12 +105,12 @@ def audit(config: Config, settings: AuditSettings, out: Path, *, progress: Progr
     rng = np.random.default_rng(settings.seed)
     coins = Coins(settings.canaries, rng)
     real = _real_rows(parts, settings, rng)
-    example = parts.data.train[0]
-    nothing = blank(example)
+    length = min(TOKENS, parts.data.shape[0])  # of texts; a fixed number, so that nothing of a real row is in a canary
+    nothing = blank(parts.data.train[0], length)
     inputs: list[Any] = []
     if settings.kind == "black-box":
         vocabulary = None if parts.tokenizer is None else len(parts.tokenizer)
-        inputs = [made_input(example, parts.data.classes, rng, vocabulary) for _ in range(len(coins))]
+        inputs = [made_input(nothing, parts.data.classes, rng, vocabulary) for _ in range(len(coins))]
     items = [inputs[k] if inputs and coins.included[k] else nothing for k in range(len(coins))]
     data = WithCanaries(torch.utils.data.Subset(parts.data.train, real), items)
     config = _resized(config, parts, settings, len(data))

@@ -54,30 +54,28 @@ class WithCanaries:
         return [next(real) if i < size else self.canaries[i - size] for i in indices]
 
 
-def blank(item: Any) -> Any:
-    """An input of the same shape that says nothing."""
+def blank(item: Any, length: int) -> Any:
+    """An input of the kind of `item` that says nothing: zeros. Texts get `length` tokens, whatever the item's own length."""
     if isinstance(item, Mapping):
-        kept = ("attention_mask", "token_type_ids")  # without any token to attend to, softmax gives NaN
-        return {name: value if name in kept else blank(value) for name, value in item.items()}
-    if isinstance(item, (tuple, list)):
-        return type(item)(blank(part) for part in item)
-    if isinstance(item, (Tensor, np.ndarray)):
-        return item * 0
-    return type(item)(0)
-
-
-def made_input(item: Any, classes: int, rng: np.random.Generator, vocabulary: int | None) -> Any:
-    """An input shaped like `item` that nobody has: noise, or random tokens, with a random label."""
-    label = int(rng.integers(classes))
-    if isinstance(item, Mapping):
-        ids = item["input_ids"]
-        assert vocabulary is not None
-        tokens = rng.integers(vocabulary, size=len(ids))
-        made = torch.as_tensor(tokens, dtype=ids.dtype)
-        old = item["labels"]
-        tokenwise = isinstance(old, Tensor) and old.dim() > 0  # a language model's
-        return {**item, "input_ids": made, "labels": made.clone() if tokenwise else _like(old, label)}
+        made = {}
+        for name, value in item.items():
+            # without any token to attend to, softmax would give NaN
+            fill = 1 if name == "attention_mask" else 0
+            made[name] = torch.full((length,) if value.dim() else (), fill, dtype=value.dtype)
+        return made
     x, y = item
+    return torch.zeros_like(x), _like(y, 0)
+
+
+def made_input(empty: Any, classes: int, rng: np.random.Generator, vocabulary: int | None) -> Any:
+    """An input of the shape of a blank one that nobody has: noise, or random tokens, with a random label."""
+    label = int(rng.integers(classes))
+    if isinstance(empty, Mapping):
+        ids, old = empty["input_ids"], empty["labels"]
+        assert vocabulary is not None
+        tokens = torch.as_tensor(rng.integers(vocabulary, size=len(ids)), dtype=ids.dtype)
+        return {**empty, "input_ids": tokens, "labels": tokens.clone() if old.dim() else _like(old, label)}
+    x, y = empty
     noise = torch.from_numpy(rng.standard_normal(tuple(x.shape), dtype=np.float32)).to(x.dtype)
     return noise, _like(y, label)
 

@@ -229,20 +229,21 @@ class Contender:
         return max([*layers, *(p.nbytes for p in self.whole.parameters())])
 
     def largest_microbatch(self) -> int | None:
-        """The most examples at once that fit in the memory, less the reserve; 0 if not even one does."""
+        """Examples at once that fit in the memory, less the reserve, where about one more would not; 0 if none does."""
         q = self.question
         if q.memory is None:
             return None
         room = q.memory * (1 - RESERVE)
-        low, high = min(q.microbatch, q.share), 2 * min(q.microbatch, q.share)
-        for _ in range(6):  # from a line through two sizes to one that was itself counted
-            guess = self._on_line(low, high, room)
-            if guess == 0 or max(self._peaks(self.cost(guess), guess).values()) <= room:
+        low = min(q.microbatch, q.share)
+        high, too_many = 2 * low, q.share + 1
+        while True:  # the guess from a line through two sizes, until one was itself counted and fits
+            guess = max(1, min(self._on_line(low, high, room), too_many - 1))
+            if max(self._peaks(self.cost(guess), guess).values()) <= room:
                 return guess
-            low, high = (max(1, guess // 2), guess) if guess > 1 else (1, 2)
             if guess == 1:
                 return 0
-        return max(1, guess // 2)
+            too_many = guess
+            low, high = max(1, guess // 2), max(2, guess)
 
     def _on_line(self, low: int, high: int, room: float) -> int:
         one, two = (self._peaks(self.cost(m), m) for m in (low, high))
