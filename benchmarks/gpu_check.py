@@ -105,7 +105,23 @@ def compiled(device: str) -> str:
 
 
 def benchmark(device: str, toy: bool) -> str:
-    size = ["--model", "toy"] if toy else ["--model", "bert-base"]
+    small = [
+        "--model",
+        "toy",
+        "--batch",
+        "6",
+        "--microbatch",
+        "2",
+        "--seq",
+        "8",
+        "--rank",
+        "2",
+        "--repeats",
+        "2",
+        "--threads",
+        "1",
+    ]
+    size = small if toy else ["--model", "bert-base"]
     against = "plain" if toy else "plain,bound,dpsgd,opacus-ghost,opacus-hooks"
     command = [sys.executable, "-m", "rgp", "bench", *size, "--against", against, "--device", device, "--json"]
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["rows"]

@@ -16,9 +16,11 @@ import functools
 import json
 import math
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with cifar10.npz and mnist.npz")
     parser.add_argument("--out", type=Path, default=Path("runs/vision"), help="folder for the runs' own folders")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", default="*", help="only runs whose name matches, such as 'mnist*'")
     parser.add_argument("--plots", type=Path, help="show: also draw the figures into this folder")
     given = parser.parse_args()
     if given.what == "show":
@@ -47,7 +50,7 @@ def main() -> None:
         return
     if given.data is None:
         parser.error("--data is needed: the folder with cifar10.npz")
-    jobs = planned(given.what)
+    jobs = [job for job in planned(given.what) if fnmatchcase(job["name"].split("/")[1], given.only)]
     folder = given.data if given.what == "tables" else tuning_folder(given.data)
     compute_once()
     for job in jobs:
@@ -88,7 +91,13 @@ def train(job: dict[str, Any], data: Path, out: Path) -> dict[str, Any]:
         "cpu_seconds": round(time.process_time() - began, 1),
         "curve": [[row["step"], row["accuracy"]] for row in read(out / "metrics.jsonl")],
         "clip_fraction": [row.get("clip_fraction") for row in private],  # private: not covered by epsilon
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
+    return asked.stdout.strip() or "unknown"
 
 
 def tuning_folder(data: Path) -> Path:

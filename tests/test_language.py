@@ -413,6 +413,14 @@ def test_public_centre_is_the_mean_of_public_sentences_and_nothing_else(bert_fol
     centres = [parts.model.centre for parts in made]
     assert centres[0].abs().sum() > 0 and all(torch.equal(c, centres[0]) for c in centres)
     assert not centres[0].requires_grad and "centre" in made[0].model.state_dict()
+    (tmp_path / "mine.txt").write_text("the film was good\n\nthe story felt dull\n")
+    options["model.centre"] = tmp_path / "mine.txt"
+    model = setup.make(settings(changes_for(bert_folder, tmp_path, **options))).model.eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bert_folder)
+    lines = ["the film was good", "the story felt dull"]
+    with torch.no_grad():
+        own = [model.pooled(**tokenizer([line], return_tensors="pt"))[0] for line in lines]
+    assert torch.allclose(model.centre, torch.stack(own).mean(0), atol=1e-6)
 
 
 # ---------------------------------------------------------------------- rgp train on texts
@@ -453,6 +461,10 @@ def test_train_with_pooling_head_lr_and_optimizer(bert_folder, tmp_path, optimiz
     [
         ({"model.head": "layernorm"}, "model.head = layernorm: needs model.pooling"),
         ({"model.centre": "public"}, "model.centre = public: needs model.pooling"),
+        (
+            {"model.pooling": "mean", "model.centre": "nowhere.txt"},
+            "model.centre = nowhere.txt: must be none, public, films",
+        ),
         ({"data.unit": "block"}, "data.unit = block: is for language models"),
         ({"model.task": "causal-lm"}, "data.unit = null: task causal-lm needs"),
         ({"method.name": "dp-lora", "method.rank": "auto", "method.source": None}, "method.rank = auto"),

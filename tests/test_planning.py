@@ -253,10 +253,11 @@ def test_layers_not_gone_through_are_extrapolated(monkeypatch, name, checkpointi
     every = planned(asked, name, checkpointing=checkpointing).cost(4)
     monkeypatch.setattr(estimate, "DEEP", 5)
     some = planned(asked, name, checkpointing=checkpointing).cost(4)
-    # the buffer has whole blocks of 256 columns, which is 1% of so small a model and nothing of a large one
-    assert max(some.peaks.values()) == pytest.approx(max(every.peaks.values()), rel=0.01)
+    # the buffer has whole blocks of 256 columns, which is something for so small a model and nothing for a large one
+    block = 2 * 4 * 256 * 4  # bytes of one in the layers gone through and one in the rest, for 4 examples
+    assert max(some.peaks.values()) == pytest.approx(max(every.peaks.values()), rel=0.01, abs=block)
     for part in ("weights", "optimizer", "gradients", "activations", "per_example", "initial"):
-        assert getattr(some, part) == pytest.approx(getattr(every, part), rel=0.01)
+        assert getattr(some, part) == pytest.approx(getattr(every, part), rel=0.01, abs=block)
     assert some.flops_of(2) == pytest.approx(every.flops_of(2), rel=0.001)
 
 

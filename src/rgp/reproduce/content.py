@@ -56,7 +56,7 @@ def overview(found: Sequence[Numbers]) -> Section:
     rows = []
     for numbers in found:
         counts = Counter(_plainly(place.state) for place in numbers.places.values() if place.state)
-        done = sum(len(place.seeds) for place in numbers.places.values())
+        done = sum(min(len(place.seeds), place.wanted) for place in numbers.places.values())
         rest = "; ".join(f"{state}: {count}" for state, count in counts.most_common()) or "all run"
         rows.append([numbers.item.name, numbers.item.title, f"{done} of {len(numbers.item.cells)}", rest])
     words = [SCALE[found[0].item.scale]] if found else []

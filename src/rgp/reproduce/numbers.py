@@ -145,7 +145,7 @@ class Numbers:
                     if name == column.name
                 ]
             columns.append(about)
-        done = sum(len(place.seeds) for place in self.places.values())
+        done = sum(min(len(place.seeds), place.wanted) for place in self.places.values())
         return {
             "name": item.name,
             "title": item.title,
