@@ -526,7 +526,10 @@ def test_torchrun_trains(tmp_path):
     pytest.importorskip("sklearn")
     out = tmp_path / "run"
     process = torchrun(*COMMAND, "--set", "training.steps=4", "--out", str(out), "--json")
-    stdout, stderr = process.communicate(timeout=300)
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        process.kill()  # if it hangs
     assert process.returncode == 0, stderr
     summary = json.loads(stdout)
     assert summary["ranks"] == 2 and summary["finished"] and summary["steps"] == 4 == summary["releases"]
