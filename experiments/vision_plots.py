@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vision import by_setting, mean_and_error
+from driver import by_setting, mean_and_error
 
 METHODS = {
     "dpsgd": "DP-SGD",
@@ -23,10 +23,11 @@ TUNED = {
     "rgp-rank16-lr1": "RGP, rank 16, history",
     "dp-powersgd-rank32": "DP-PowerSGD, rank 32",
     "dp-powersgd-rank16": "DP-PowerSGD, rank 16",
-    "rgp-random-rank16-lr2": "RGP-random, rank 16",
+    "rgp-random-rank16-lr2": "RGP-random, rank 16, rate 2",
     "rgp-alternate-rank16": "RGP alternating, rank 16",
-    "rgp-rank16-lr2-head0.1": "RGP, rank 16, head scale 0.1",
+    "rgp-rank16-lr2-head0.1": "RGP, rank 16, rate 2, head scale 0.1",
 }
+ROWS_ERROR = 0.7  # sqrt(0.5 * 0.5 / 5000), in points: the rows alone, not the seed
 COLOURS = {8: "#1b7f5c", 3: "#c2571a"}
 
 
@@ -54,7 +55,7 @@ def draw_methods(found: dict[str, dict[int, float]], path: Path) -> None:
         if name in found:
             axes.axvline(mean_and_error(list(found[name].values()))[0], color="black", linestyle=style, label=words)
     axes.set_yticks(range(len(METHODS)), list(reversed(METHODS.values())))
-    axes.set_xlabel("test accuracy on CIFAR-10 in %; bars: one standard error, where there are three seeds")
+    axes.set_xlabel("test accuracy on CIFAR-10 in %\n(bars: one standard error, where several seeds)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)
@@ -63,13 +64,16 @@ def draw_methods(found: dict[str, dict[int, float]], path: Path) -> None:
 def draw_tuning(found: dict[str, dict[int, float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    shown = sorted(((found[name][0], words) for name, words in TUNED.items() if name in found), reverse=False)
-    figure = Figure(figsize=(7, 0.9 + 0.32 * len(shown)), layout="constrained")
+    shown = sorted(((found[name][0], words) for name, words in TUNED.items() if name in found))
+    figure = Figure(figsize=(7, 0.9 + 0.36 * len(shown)), layout="constrained")
     axes = figure.subplots()
-    colours = ["#9aa5b1" if "DP-" in words else COLOURS[8] for _, words in shown]
-    bars = axes.barh([words for _, words in shown], [value for value, _ in shown], color=colours)
-    axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.set_xlim(38, 53)
-    axes.set_xlabel("accuracy on 5,000 held-out training rows in %, epsilon 8, one seed (axis starts at 38)")
+    for i, (value, words) in enumerate(shown):
+        axes.errorbar(value, i, xerr=ROWS_ERROR, fmt="o", color="#c2571a" if "DP-" in words else COLOURS[8], capsize=3)
+        axes.annotate(f"{value:.1f}", (value, i), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
+    axes.set_yticks(range(len(shown)), [words for _, words in shown])
+    axes.set_xlabel(
+        "accuracy on 5,000 held-out training rows in %, epsilon 8, one seed\n(bars: error from the rows alone)"
+    )
+
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

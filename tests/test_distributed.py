@@ -23,6 +23,7 @@ from ranks import OPTIONS, SIZE, Data, Net, Ranks, launch, parts, state_of, trai
 from rgp.distributed import find_ranks
 from rgp.errors import RankError, UnsupportedError
 from rgp.ledger import FILE, Ledger
+from rgp.rules.derived import derived
 from rgp.sampling import draw
 from rgp.sharding import whole
 from rgp.streams import Streams
@@ -672,6 +673,24 @@ def sharded_refusal(what: str) -> str:
 def test_what_sharded_weights_cannot_do(what):
     for said in launch(sharded_refusal, 2, what):
         assert said.startswith(f"{what} cannot be used with weights that fully_shard has sharded")
+
+
+def sharded_derived() -> tuple[str, int]:
+    model, optimizer, data = tower(True)
+    model.wide.forward = lambda x: nn.functional.linear(x, derived(model.wide.weight, torch.tanh), model.wide.bias)
+    run = rgp.privatize(model, optimizer, data, **{**OPTIONS, "method": rgp.RGP(**SHARDED)})
+    try:
+        for x, y in run:
+            run.step(nn.functional.cross_entropy(model(x), y))
+    except UnsupportedError as error:
+        return str(error), run.ledger.count
+    return "nothing", run.ledger.count
+
+
+def test_derived_weights_are_refused_when_sharded_and_nothing_is_released():
+    for said, releases in launch(sharded_derived, 2):
+        assert "'wide.weight': derived weights cannot be used" in said
+        assert releases == 0
 
 
 def sharded_stop() -> tuple[int, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -292,6 +293,13 @@ def test_sharding_divides_what_is_resident():
         assert shared[part] == pytest.approx(alone[part] / 4, abs=1)
     assert shared["activations"] == alone["activations"]
     assert shared["peak"] < alone["peak"]
+
+
+def test_a_sharded_step_of_one_micro_batch_has_its_gradients_divided_too():
+    contender = planned(question(replace(TOY, batch=32, seq=4), world_size=16, sharded=True), "plain")
+    share = contender.question.share
+    most, less = (contender.memory(m)["peak"] for m in (share, share - 1))
+    assert less < most < 1.4 * less
 
 
 def test_devices_differ_where_they_should(folder):

@@ -36,8 +36,9 @@ class Capture(TorchFunctionMode):
     While it is on the stack it also refuses what would go around the engine: `loss.backward()` and gradient clipping.
     """
 
-    def __init__(self, slots: Mapping[int, Slot]) -> None:
+    def __init__(self, slots: Mapping[int, Slot], *, sharded: bool = False) -> None:
         super().__init__()
+        self.sharded = sharded  # whether parameters are whole in the forward pass only
         self._slots = slots  # id of a parameter -> its slot
         self._derived: dict[int, tuple[Tensor, Slot, bool]] = {}  # what stands for parameters in this micro-batch
         self.examples: int | None = None

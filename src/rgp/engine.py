@@ -112,7 +112,7 @@ class Run:
             self._power = PowerIteration(plan.method.rank, error_feedback=plan.method.error_feedback)
         self.ema = None if ema is None else WeightMean({n: self._parameters[n] for n in self._slots}, ema)
         slot_of = {id(self._parameters[name]): slot for name, slot in self._slots.items()}
-        self._capture = Capture(slot_of)
+        self._capture = Capture(slot_of, sharded=self._sharding.active)
         if isinstance(optimizer, AdamCorrected):
             optimizer.noise = lambda parameter: self._noise_variance(slot_of[id(parameter)])
         self._noise_std = 0.0  # of this step's gradient, in the coordinates that are released

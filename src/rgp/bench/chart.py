@@ -64,7 +64,7 @@ def draw_scaling(report: dict[str, Any], path: Path) -> None:
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False)
+            axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1))  # above: lines may be anywhere
     time_axes.set_ylabel("seconds per step")
     measures = {row["memory_measure"] for row in report["rows"]}
     memory_axes.set_ylabel("bytes of per-example gradients" if measures == {"per_example_bytes"} else "peak bytes")

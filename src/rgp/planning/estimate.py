@@ -177,7 +177,8 @@ class Contender:
 
     def _step(self, depth: int | None, m: int) -> Cost:
         q, model = self.question, self.build(depth)
-        given: dict[str, Any] = {"first": m >= q.share, "optimizer": q.optimizer, "device": q.device}
+        first = m >= q.share and not self._scattered  # as if there were a sum already: its place can be counted apart
+        given: dict[str, Any] = {"first": first, "optimizer": q.optimizer, "device": q.device}
         if self.name == "plain":
             return plain_step(model, self.subject, m, **given)
         materialise = self.name in ("dpsgd", "dp-lora")  # per-example gradients of thin factors are small
@@ -195,7 +196,7 @@ class Contender:
         }
         if self.question.sharded:
             parts = {name: -(-size // self.question.world_size) for name, size in parts.items()}
-        peaks = self._peaks(cost, m)
+        peaks = self._peaks(cost)
         phase = max(peaks, key=lambda name: peaks[name])
         return {
             **parts,
@@ -205,16 +206,16 @@ class Contender:
             "phase": phase.partition(":")[0],
         }
 
-    def _peaks(self, cost: Cost, m: int) -> dict[str, int]:
+    def _peaks(self, cost: Cost) -> dict[str, int]:
         if not self.question.sharded:
             return cost.peaks
         w = self.question.world_size
         gathered = 2 * self._largest_layer  # the one in use and the one on its way
         shared = cost.weights + cost.initial + cost.optimizer
         whole = cost.total  # the engine's sum is whole on every rank; elsewhere it is scattered like the weights
-        if self.name in ("plain", "dpsgd"):
+        if self._scattered:
             whole = 0
-            shared += cost.total if m < self.question.share else 0
+            shared += cost.total
         peaks = {}
         for phase, peak in cost.peaks.items():
             if phase.partition(":")[0] in (*EVERY_MICROBATCH, "carriers"):
@@ -222,6 +223,11 @@ class Contender:
             else:
                 peaks[phase] = (peak - whole) // w + whole
         return peaks
+
+    @property
+    def _scattered(self) -> bool:
+        """Whether the sum of gradients is divided among the ranks."""
+        return self.question.sharded and self.name in ("plain", "dpsgd")
 
     @cached_property
     def _largest_layer(self) -> int:
@@ -238,7 +244,7 @@ class Contender:
         high, too_many = 2 * low, q.share + 1
         while True:  # the guess from a line through two sizes, until one was itself counted and fits
             guess = max(1, min(self._on_line(low, high, room), too_many - 1))
-            if max(self._peaks(self.cost(guess), guess).values()) <= room:
+            if max(self._peaks(self.cost(guess)).values()) <= room:
                 return guess
             if guess == 1:
                 return 0
@@ -246,7 +252,7 @@ class Contender:
             low, high = max(1, guess // 2), max(2, guess)
 
     def _on_line(self, low: int, high: int, room: float) -> int:
-        one, two = (self._peaks(self.cost(m), m) for m in (low, high))
+        one, two = (self._peaks(self.cost(m)) for m in (low, high))
 
         def fits(m: int) -> bool:
             at = (m - low) / (high - low)

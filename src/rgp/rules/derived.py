@@ -29,6 +29,11 @@ def derived(weight: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
 def _rule(capture, func, args, kwargs):
     weight, f = args
     slot = capture.slot(weight)
+    if capture.sharded:
+        raise UnsupportedError(
+            f"parameter {slot.entry.name!r}: derived weights cannot be used with weights that fully_shard has sharded; let every "
+            "rank hold the whole model, or use the weight as it is"
+        )
     with torch.no_grad(), torch._C.DisableTorchFunction():
         value = f(weight.detach())
     if value.shape != weight.shape:

@@ -1,0 +1,173 @@
+"""What the experiments share: a list of runs in YAML, one line of JSON per finished run, means, errors and verdicts.
+
+A list has `tables` (the runs of the results page) and `tuning` (how its settings were chosen, on rows of the training set). An
+entry is a preset of `rgp train`, what is changed in it, and the seeds. Runs whose name is in the results already are skipped, and
+a run that was stopped goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+
+
+def planned(path: Path, what: str) -> list[dict[str, Any]]:
+    """One job per seed of every entry."""
+    jobs = []
+    for entry in yaml.safe_load(path.read_text(encoding="utf-8"))[what]:
+        for seed in entry.get("seeds", [0]):
+            name = f"{what}/{entry['name']}/{seed}"
+            jobs.append({"name": name, "preset": entry["preset"], "set": entry.get("set", {}), "seed": seed})
+    return jobs
+
+
+def work_off(
+    jobs: list[dict[str, Any]],
+    results: Path,
+    run: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    only: str = "*",
+    share: str = "1/1",
+) -> None:
+    """Run the jobs whose result is missing. `share` 2/3 is every third of them, from the second on: one for each core."""
+    first, of = map(int, share.split("/"))
+    compute_once()
+    for job in [job for job in jobs if fnmatchcase(job["name"].split("/")[1], only)][first - 1 :: of]:
+        if job["name"] in {row["name"] for row in read(results)}:
+            continue
+        row = {**job, **run(job)}
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{job['name']}: {100 * row['accuracy']:.1f}%, {row['wall_seconds']:.0f} s", flush=True)
+
+
+def train(job: dict[str, Any], data: Path, out: Path, **fixed: Any) -> dict[str, Any]:
+    """What `rgp train` does, in this process: importing and calibrating again for every run would cost a third of it.
+
+    fixed: settings that are the same for all runs, `section__key=value`; the results do not list them.
+    """
+    from rgp.reproduce.items import fingerprint
+    from rgp.train import config, progress, runner
+
+    always = {key.replace("__", "."): value for key, value in fixed.items()}
+    changes = {**job["set"], **always, "data.folder": str(data), "run.seed": job["seed"], "run.threads": 1}
+    settings = config.load(
+        preset=job["preset"], changes=[f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    )
+    began = time.process_time()
+    begun = (out / "config.yaml").exists()
+    summary = runner.train(settings, out, progress=progress.for_stream(), diagnostics=True, resume=begun)
+    private = read(out / "private.jsonl")
+    return {
+        "settings": fingerprint(settings),
+        "accuracy": summary["accuracy"],
+        "epsilon": summary["epsilon"],
+        "sigma": summary["noise_multiplier"],
+        "noise_dimensions": summary["noise_dimensions"],
+        "wall_seconds": round(summary["wall_seconds"], 1),
+        "cpu_seconds": round(time.process_time() - began, 1),
+        "curve": [[row["step"], row["accuracy"]] for row in read(out / "metrics.jsonl")],
+        "clip_fraction": [row.get("clip_fraction") for row in private],  # private: not covered by epsilon
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """Of the code that ran."""
+    import rgp
+
+    where = Path(rgp.__file__).parent
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True)
+    return asked.stdout.strip() or "unknown"
+
+
+def compute_once() -> None:
+    """Runs of one budget share their noise and their epsilon curve."""
+    from rgp import accounting
+
+    for name in ("calibrate_scale", "epsilon_curve"):
+        setattr(accounting, name, remembered(getattr(accounting, name)))
+
+
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    kept: dict[str, Any] = {}
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        key = repr((args, sorted(options.items())))
+        if " at 0x" in key:  # a function among the arguments: not the same from run to run
+            return function(*args, **options)
+        if key not in kept:
+            kept[key] = function(*args, **options)
+        return kept[key]
+
+    return call
+
+
+# ---------------------------------------------------------------------- what came out
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def by_setting(
+    rows: list[dict[str, Any]], what: str = "tables", measure: str = "accuracy"
+) -> dict[str, dict[int, float]]:
+    """Name -> seed -> accuracy in percent."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        stage, name, seed = row["name"].split("/")
+        if stage == what and measure in row:
+            found.setdefault(name, {})[int(seed)] = 100 * row[measure]
+    return found
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float | None]:
+    """The error is the standard error of the mean; None for one value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return statistics.mean(values), error
+
+
+def verdict(a: dict[int, float], b: dict[int, float]) -> tuple[float, float | None, str]:
+    """Paired difference a - b over the seeds that both have; a win is one above two standard errors."""
+    difference, error = mean_and_error([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())])
+    if error is None:
+        return difference, None, "one seed"
+    return difference, error, "level" if abs(difference) <= 2 * error else "win" if difference > 0 else "loss"
+
+
+def show(rows: list[dict[str, Any]], *, also: str | None = None) -> None:
+    """Every setting's mean, and the paired differences of those with several seeds. also: a second measure of the tables."""
+    for what in ("tables", "tuning"):
+        second = by_setting(rows, what, also) if also else {}
+        for name, seeds in by_setting(rows, what).items():
+            line = f"{what:7} {name:36} {words(seeds)}"
+            print(line + (f"   {also} {words(second[name])}" if name in second else ""))
+    for measure in ("accuracy", *([also] if also else [])):
+        found = by_setting(rows, measure=measure)
+        several = [name for name, seeds in found.items() if len(seeds) > 1]
+        for i, a in enumerate(several):
+            for b in several[i + 1 :]:
+                if len(found[a].keys() & found[b].keys()) > 1:
+                    difference, error, word = verdict(found[a], found[b])
+                    print(f"{measure}, {a} - {b}: {difference:+.2f} +- {error:.2f}: {word}")
+
+
+def words(seeds: dict[int, float]) -> str:
+    mean, error = mean_and_error(list(seeds.values()))
+    return f"{mean:5.1f}" + (f" +- {error:.1f} ({len(seeds)} seeds)" if error is not None else "")

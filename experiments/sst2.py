@@ -1,0 +1,100 @@
+"""The results on SST-2 with MiniLM-L6 (docs/results-sst2.md): one line of JSON per finished run.
+
+    python experiments/sst2.py tuning --data FOLDER      how the settings were chosen, on 3,000 rows of the training set
+    python experiments/sst2.py tables --data FOLDER      the runs of the tables: validation set, and 5,000 held-out training rows
+    python experiments/sst2.py show [--plots FOLDER]     mean, standard error and paired differences of what is there
+
+FOLDER holds sst2/ and minilm/ (`rgp data get sst2 minilm --to FOLDER`). No run trains on the 5,000 rows of the tables; tuning
+leaves out 3,000 others as well, on which it measures. See driver.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import driver
+import numpy as np
+
+LIST = driver.HERE / "sst2.yaml"
+RESULTS = driver.HERE / "results" / "sst2.jsonl"
+HELD_OUT, TUNING = 5000, 3000  # rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tables", "tuning", "show"))
+    parser.add_argument("--data", type=Path, help="folder with sst2/ and minilm/")
+    parser.add_argument("--out", type=Path, default=Path("runs/sst2"), help="folder for the runs' own folders")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", default="*", help="only runs whose name matches, such as 'rgp*'")
+    parser.add_argument("--share", default="1/1", help="2/3: every third run, from the second on")
+    parser.add_argument("--plots", type=Path, help="show: also draw the figure into this folder")
+    given = parser.parse_args()
+    if given.what == "show":
+        driver.show(driver.read(given.results), also="accuracy_held_out")
+        if given.plots is not None:
+            from sst2_plots import draw
+
+            draw(driver.read(given.results), given.plots)
+        return
+    if given.data is None:
+        parser.error("--data is needed: the folder with sst2/ and minilm/")
+    folders = split(given.data)
+
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        out = given.out / job["name"]
+        every = {"tuning": 10**6, "tables": 20}[given.what]
+        found = driver.train(job, folders[given.what], out, run__eval_every=every)
+        return found if given.what == "tuning" else {**found, "accuracy_held_out": accuracy(out, folders["held_out"])}
+
+    jobs = driver.planned(LIST, given.what)
+    driver.work_off(jobs, given.results, run, only=given.only, share=given.share)
+
+
+def split(data: Path) -> dict[str, Path]:
+    """Folders like FOLDER with other rows in them: `tuning`, `tables`, and `held_out`, whose test rows are the 5,000."""
+    header, *rows = (data / "sst2" / "train.tsv").read_text(encoding="utf-8").splitlines()
+    validation = (data / "sst2" / "valid.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    order = np.random.Generator(np.random.PCG64(0)).permutation(len(rows))
+    parts = np.split(order, [HELD_OUT, HELD_OUT + TUNING])
+    held_out, tuning, rest = ([rows[i] for i in np.sort(part)] for part in parts)
+    content = {
+        "tuning": (rest, tuning),
+        "tables": ([rows[i] for i in np.sort(order[HELD_OUT:])], validation),
+        "held_out": (rest[:10], held_out),
+    }
+    folders = {}
+    for name, (train, test) in content.items():
+        folders[name] = Path(tempfile.gettempdir()) / "rgp-sst2" / name
+        (folders[name] / "sst2").mkdir(parents=True, exist_ok=True)
+        for file, lines in (("train", train), ("valid", test)):
+            path = folders[name] / "sst2" / f"{file}.tsv"
+            if not path.exists():
+                path.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+        link = folders[name] / "minilm"
+        if not link.exists():
+            link.symlink_to((data / "minilm").resolve())
+    return folders
+
+
+def accuracy(out: Path, data: Path) -> float:
+    """Of a finished run, on the test rows of another folder."""
+    from dataclasses import replace
+
+    from rgp.train import config, language, setup, weights
+
+    settings = config.load(out / "config.yaml")
+    elsewhere = replace(settings, data=replace(settings.data, folder=str(data)))
+    rows = setup.load_data(elsewhere, language.load_tokenizer(elsewhere))
+    _, parts, _ = weights.load_trained(out)
+    _, right = setup.example_losses(
+        parts.model, rows.test, collate_fn=rows.collate_fn, device=parts.device, batch_size=128
+    )
+    return round(right.double().mean().item(), 5)
+
+
+if __name__ == "__main__":
+    main()
