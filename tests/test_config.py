@@ -1,6 +1,8 @@
 """Configs: what is read is what was written, and every mistake is reported, all at once, before anything else."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -147,3 +149,10 @@ def test_on_the_command_line():
     assert "2 mistakes" in wrong.stderr and "did you mean method.rank?" in wrong.stderr
     assert rgp("--presets").stdout.count("\n") == len(presets())
     assert "rgp train --preset digits-rgp" in rgp("--help").stdout
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    command = f"{sys.executable} -m rgp train --presets | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1 and not done.stderr
+    assert done.returncode in (0, 141)  # 0 where all of it fits into the pipe before it is closed

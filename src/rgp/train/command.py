@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -278,6 +280,9 @@ def exit_codes() -> Iterator[None]:
         _stop(str(error), 128 + error.signal, error)
     except KeyboardInterrupt as error:
         _stop("interrupted; what was saved before is kept", INTERRUPTED, error)
+    except BrokenPipeError as error:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the interpreter's last flush complain
+        raise SystemExit(128 + signal.SIGPIPE) from error
     except (ValueError, FileNotFoundError) as error:  # configs, folders, data: what the user can put right
         _stop(_words(error), WRONG_USE, error)
     except Exception as error:

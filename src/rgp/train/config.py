@@ -39,14 +39,16 @@ def load(file: Path | None = None, *, preset: str | None = None, changes: Iterab
     given: dict[str, Any] = {}  # dotted key -> what the user wrote
     if preset is None and file is None:
         mistakes.no_base = True
-        mistakes.append(f"nothing to train: give a config file, or --preset with one of {', '.join(presets())}")
+        mistakes.append(
+            "nothing to train: give a config file, or --preset NAME, such as digits-rgp; rgp train --presets lists them"
+        )
     if preset is not None:
         if preset in presets():
             _collect(_preset(preset, mistakes), given, mistakes)
         else:
             mistakes.no_base = True
             mistakes.append(
-                f"preset {preset!r} does not exist; {perhaps(preset, presets())}there are {', '.join(presets())}"
+                f"preset {preset!r} does not exist; {perhaps(preset, presets())}rgp train --presets lists all of them"
             )
     if file is not None:
         try:
