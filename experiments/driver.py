@@ -44,13 +44,20 @@ def work_off(
     """Run the jobs whose result is missing. `share` 2/3 is every third of them, from the second on: one for each core."""
     first, of = map(int, share.split("/"))
     compute_once()
-    for job in [job for job in jobs if fnmatchcase(job["name"].split("/")[1], only)][first - 1 :: of]:
+    chosen = [job for job in jobs if any(fnmatchcase(name, only) for name in _names(job))]
+    for job in chosen[first - 1 :: of]:
         if job["name"] in {row["name"] for row in read(results)}:
             continue
         row = {**job, **run(job)}
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{job['name']}: {100 * row['accuracy']:.1f}%, {row['wall_seconds']:.0f} s", flush=True)
+
+
+def _names(job: dict[str, Any]) -> tuple[str, str]:
+    """What --only may say: rgp-e8, or rgp-e8/0 for one seed of it."""
+    _, name, seed = job["name"].split("/")
+    return name, f"{name}/{seed}"
 
 
 def train(job: dict[str, Any], data: Path, out: Path, **fixed: Any) -> dict[str, Any]:
