@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rgp.reproduce.items import fingerprint
 from rgp.train import config, setup
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
@@ -39,6 +40,15 @@ def test_the_kept_results_are_planned_runs(script):
     for row in rows:
         assert planned[row["name"]]["set"] == row["set"]
         assert 0 < row["accuracy"] < 1
+
+
+def test_the_kept_results_have_the_settings_that_the_list_says_today():
+    """A preset that changes later would otherwise give old results a new meaning."""
+    planned = {job["name"]: job for what in ("tables", "tuning") for job in driver.planned(sst2.LIST, what)}
+    for row in driver.read(sst2.RESULTS):
+        job = planned[row["name"]]
+        changes = [f"{key}={json.dumps(value)}" for key, value in {**job["set"], "run.seed": job["seed"]}.items()]
+        assert fingerprint(config.load(preset=job["preset"], changes=changes)) == row["settings"], row["name"]
 
 
 def test_a_win_is_a_paired_difference_above_two_standard_errors():
