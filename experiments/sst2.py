@@ -10,7 +10,6 @@ leaves out 3,000 others as well, on which it measures. See driver.py.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,7 @@ HELD_OUT, TUNING = 5000, 3000  # rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tables", "tuning", "show"))
-    parser.add_argument("--data", type=Path, help="folder with sst2/ and minilm/")
-    parser.add_argument("--out", type=Path, default=Path("runs/sst2"), help="folder for the runs' own folders")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="*", help="only runs whose name matches, such as 'rgp*'")
-    parser.add_argument("--share", default="1/1", help="2/3: every third run, from the second on")
-    parser.add_argument("--plots", type=Path, help="show: also draw the figure into this folder")
-    given = parser.parse_args()
+    given = driver.arguments(__doc__, "sst2", "sst2/ and minilm/")
     if given.what == "show":
         driver.show(driver.read(given.results), also="accuracy_held_out")
         if given.plots is not None:
@@ -40,8 +31,6 @@ def main() -> None:
 
             draw(driver.read(given.results), given.plots)
         return
-    if given.data is None:
-        parser.error("--data is needed: the folder with sst2/ and minilm/")
     folders = split(given.data)
 
     def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from driver import by_setting, mean_and_error
+from driver import by_setting
+from plots import draw_methods
 
 METHODS = {
     "rgp": "RGP",
@@ -15,39 +16,15 @@ METHODS = {
     "bitfit": "BiTFiT",
     "linear": "linear probing",
 }
-COLOURS = {8: "#1b7f5c", 3: "#c2571a"}
 LINES = ("#1b7f5c", "#7fbf9f", "#c2571a", "#5b6bb5", "#8c6d31", "#777777")
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
-    draw_methods(by_setting(rows, measure="accuracy_held_out"), folder / "sst2-methods.png")
+    references = {"nonprivate": ("full fine-tuning,\nnot private", "--")}
+    found = by_setting(rows, measure="accuracy_held_out")
+    label = "accuracy on 5,000 held-out training rows of SST-2 in %"
+    draw_methods(found, METHODS, references, label, folder / "sst2-methods.png")
     draw_curves(rows, folder / "sst2-curves.png")
-
-
-def draw_methods(found: dict[str, dict[int, float]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for i, name in enumerate(reversed(METHODS)):
-        for epsilon, colour in COLOURS.items():
-            values = list(found.get(f"{name}-e{epsilon}", {}).values())
-            if values:
-                mean, error = mean_and_error(values)
-                y = i + (0.12 if epsilon == 8 else -0.12)
-                axes.errorbar(mean, y, xerr=error or 0, fmt="o", color=colour, capsize=3)
-    for epsilon, colour in COLOURS.items():
-        axes.plot([], [], "o", color=colour, label=f"epsilon {epsilon}")
-    if "nonprivate" in found:
-        mean, _ = mean_and_error(list(found["nonprivate"].values()))
-        axes.axvline(mean, color="black", linestyle="--", label="full fine-tuning,\nnot private")
-    axes.set_yticks(range(len(METHODS)), list(reversed(METHODS.values())))
-    axes.set_xlabel(
-        "accuracy on 5,000 held-out training rows of SST-2 in %\n(bars: one standard error, where several seeds)"
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=150)
 
 
 def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:

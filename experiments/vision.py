@@ -10,7 +10,6 @@ what vision.yaml lists; each run is what `rgp train --preset NAME --set KEY=VALU
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -23,15 +22,7 @@ HELD_OUT = 5000  # rows of the training set on which settings are chosen
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tables", "tuning", "show"))
-    parser.add_argument("--data", type=Path, help="folder with cifar10.npz and mnist.npz")
-    parser.add_argument("--out", type=Path, default=Path("runs/vision"), help="folder for the runs' own folders")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="*", help="only runs whose name matches, such as 'mnist*'")
-    parser.add_argument("--share", default="1/1", help="2/3: every third run, from the second on")
-    parser.add_argument("--plots", type=Path, help="show: also draw the figures into this folder")
-    given = parser.parse_args()
+    given = driver.arguments(__doc__, "vision", "cifar10.npz and mnist.npz")
     if given.what == "show":
         driver.show(driver.read(given.results))
         if given.plots is not None:
@@ -39,8 +30,6 @@ def main() -> None:
 
             draw(driver.read(given.results), given.plots)
         return
-    if given.data is None:
-        parser.error("--data is needed: the folder with cifar10.npz")
     folder = given.data if given.what == "tables" else tuning_folder(given.data)
     driver.work_off(
         driver.planned(LIST, given.what),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from driver import by_setting, mean_and_error
+from driver import by_setting
+from plots import COLOURS, draw_methods
 
 METHODS = {
     "dpsgd": "DP-SGD",
@@ -28,37 +29,13 @@ TUNED = {
     "rgp-rank16-lr2-head0.1": "RGP, rank 16, rate 2, head scale 0.1",
 }
 ROWS_ERROR = 0.7  # sqrt(0.5 * 0.5 / 5000), in points: the rows alone, not the seed
-COLOURS = {8: "#1b7f5c", 3: "#c2571a"}
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
-    draw_methods(by_setting(rows), folder / "vision-methods.png")
+    references = {"nonprivate": ("not private", "--"), "rgp-np": ("RGP without clip and noise", ":")}
+    label = "test accuracy on CIFAR-10 in %"
+    draw_methods(by_setting(rows), METHODS, references, label, folder / "vision-methods.png")
     draw_tuning(by_setting(rows, "tuning"), folder / "vision-tuning.png")
-
-
-def draw_methods(found: dict[str, dict[int, float]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for i, name in enumerate(reversed(METHODS)):
-        for epsilon, colour in COLOURS.items():
-            values = list(found.get(f"{name}-e{epsilon}", {}).values())
-            if values:
-                mean, error = mean_and_error(values)
-                y = i + (0.12 if epsilon == 8 else -0.12)
-                axes.errorbar(mean, y, xerr=error or 0, fmt="o", color=colour, capsize=3)
-                axes.scatter(values, [y] * len(values), s=10, color=colour, alpha=0.4, linewidths=0)
-    for epsilon, colour in COLOURS.items():
-        axes.plot([], [], "o", color=colour, label=f"epsilon {epsilon}")
-    for name, words, style in (("nonprivate", "not private", "--"), ("rgp-np", "RGP without clip and noise", ":")):
-        if name in found:
-            axes.axvline(mean_and_error(list(found[name].values()))[0], color="black", linestyle=style, label=words)
-    axes.set_yticks(range(len(METHODS)), list(reversed(METHODS.values())))
-    axes.set_xlabel("test accuracy on CIFAR-10 in %\n(bars: one standard error, where several seeds)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=150)
 
 
 def draw_tuning(found: dict[str, dict[int, float]], path: Path) -> None:
