@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import stats
+from torch import nn
 
 import rgp.rules
 from rgp.capture import Capture
+from rgp.probe import check_examples_apart
 
 rgp.rules.load()
 
@@ -95,3 +97,28 @@ def test_checkpoint_sees_the_same_mask(reentrant):
         grads.append(x.grad.clone())
         x.grad = None
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("kind", ["scaled_dot_product", "multihead"])
+def test_attention_dropout_does_not_mislead_the_probe(kind):
+    """Its masks differ from row to row and stay where they are when examples are exchanged, as positions would."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x):
+            if kind == "multihead":
+                x = self.attention(x, x, x, need_weights=False)[0]
+            else:
+                x = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 * self.training)
+            return self.head(x[:, 0])
+
+    torch.manual_seed(0)
+    base, one_of_two = torch.randn(4, 8), torch.tensor([0.0, 1.0]).repeat(4)
+    x = base + 1e-5 * one_of_two[:, None, None]  # examples of two kinds, nearly alike
+    model = Attention().train()
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert check_examples_apart(model, ((x,), {}), 8, names, seed=0)

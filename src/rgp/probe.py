@@ -27,6 +27,8 @@ from rgp.torchstate import forked_rng
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Fingerprint = tuple[str, Tensor, float]  # a parameter, per-example sums (m, 2) of a result it took part in, tolerance
+# operations with a dropout of their own: where its probability stands among the arguments
+_DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
 
 
@@ -143,6 +145,8 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:  # rows that are alike must stay so
             return args[0] if args else kwargs["input"]
+        if func in _DROPOUT_AT:
+            args, kwargs = _without_dropout(_DROPOUT_AT[func], args, kwargs)
         result = func(*args, **kwargs)
         name = next((self.names[id(a)] for a in (*args, *kwargs.values()) if id(a) in self.names), None)
         if name is not None and func is derived:
@@ -159,6 +163,12 @@ class _Watch(TorchFunctionMode):
                 sums = torch.stack([torch.stack([r @ weights, r.abs().sum()]) for r in map(Tensor.double, rows)])
                 self.seen.append((name, sums, TOLERANCE.get(y.dtype, 1e-2)))
         return result
+
+
+def _without_dropout(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    if len(args) > at:
+        return (*args[:at], 0.0, *args[at + 1 :]), kwargs
+    return args, {**kwargs, "dropout_p": 0.0}
 
 
 def _fingerprints(model: nn.Module, call: Call, m: int, names: Mapping[int, str], seed: int) -> list[Fingerprint]:
