@@ -20,6 +20,7 @@ def draw_methods(
     """found: `METHOD-eEPSILON` -> seed -> accuracy; methods: METHOD -> words; references: lines, name -> words, style."""
     from matplotlib.figure import Figure
 
+    methods = {name: words for name, words in methods.items() if any(f"{name}-e{e}" in found for e in COLOURS)}
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(reversed(methods)):
