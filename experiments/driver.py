@@ -24,13 +24,15 @@ import yaml
 HERE = Path(__file__).parent
 
 
-def arguments(about: str | None, name: str, data: str) -> argparse.Namespace:
+def arguments(about: str | None, results: Path, data: str) -> argparse.Namespace:
     """What both scripts are asked with. data: what --data holds."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tables", "tuning", "show"))
     parser.add_argument("--data", type=Path, help=f"folder with {data}")
-    parser.add_argument("--out", type=Path, default=Path("runs") / name, help="folder for the runs' own folders")
-    parser.add_argument("--results", type=Path, default=HERE / "results" / f"{name}.jsonl")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs") / results.stem, help="folder for the runs' own folders"
+    )
+    parser.add_argument("--results", type=Path, default=results)
     parser.add_argument("--only", default="*", help="only runs whose name matches, such as 'rgp*' or rgp-e8/0")
     parser.add_argument("--share", default="1/1", help="2/3: every third run, from the second on")
     parser.add_argument("--plots", type=Path, help="show: also draw the figures into this folder")

@@ -23,7 +23,7 @@ HELD_OUT, TUNING = 5000, 3000  # rows
 
 
 def main() -> None:
-    given = driver.arguments(__doc__, "sst2", "sst2/ and minilm/")
+    given = driver.arguments(__doc__, RESULTS, "sst2/ and minilm/")
     if given.what == "show":
         driver.show(driver.read(given.results), also="accuracy_held_out")
         if given.plots is not None:

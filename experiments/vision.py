@@ -22,7 +22,7 @@ HELD_OUT = 5000  # rows of the training set on which settings are chosen
 
 
 def main() -> None:
-    given = driver.arguments(__doc__, "vision", "cifar10.npz and mnist.npz")
+    given = driver.arguments(__doc__, RESULTS, "cifar10.npz and mnist.npz")
     if given.what == "show":
         driver.show(driver.read(given.results))
         if given.plots is not None:

@@ -6,12 +6,12 @@ Exit codes: those of `rgp train`, and 4 when the lower bound is above the proven
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rgp.rounding import round_down, round_up
 from rgp.train.command import complete_preset, complete_set
 
 BROKEN = 4
@@ -128,7 +128,7 @@ def audit(
 
 def _broken(result: dict[str, Any]) -> str:
     return (
-        f"THE MECHANISM IS BROKEN: epsilon is at least {_down(result['epsilon_lower'])} with {result['confidence']:.0%} "
+        f"THE MECHANISM IS BROKEN: epsilon is at least {round_down(result['epsilon_lower'])} with {result['confidence']:.0%} "
         f"confidence, and the ledger promises {result['epsilon_proven']:.3f}. Do not publish models trained with this code."
     )
 
@@ -138,13 +138,11 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rgp.train.card import round_up
-
     title = f"A {result['kind']} audit of {result['method']}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
-    table.add_row("epsilon is at least", _down(result["epsilon_lower"]), style="bold")
+    table.add_row("epsilon is at least", round_down(result["epsilon_lower"]), style="bold")
     table.add_row("proven: at most", round_up(result["epsilon_proven"]), style="bold")
     table.add_row("delta", f"{result['delta']:g}")
     table.add_row("confidence", f"{result['confidence']:.0%}")
@@ -152,7 +150,7 @@ def show(result: dict[str, Any]) -> None:
     table.add_row("right guesses", f"{result['correct']:,} of {result['guesses']:,}")
     table.add_row("multiple tries", result["correction"])
     table.add_row("bound", "f-DP in one run (Mahloujifar et al. 2024)")
-    table.add_row("by counting guesses", f"{_down(result['bounds']['guesses'])} (Steinke et al. 2023)")
+    table.add_row("by counting guesses", f"{round_down(result['bounds']['guesses'])} (Steinke et al. 2023)")
     table.add_row("steps, sampling rate", f"{result['steps']}, {result['sampling_rate']:.4g}")
     table.add_row("noise multiplier", f"{result['noise_multiplier']:g}")
     if result["weakened_noise"] is not None:
@@ -168,8 +166,3 @@ def show(result: dict[str, Any]) -> None:
             f"This run trained on {result['private_rows']:,} private rows: it spent the proven epsilon on them once more."
         )
     console.print(f"ledger: {result['folder']}", soft_wrap=True)
-
-
-def _down(epsilon: float) -> str:
-    """Three decimals of a lower bound, never above it."""
-    return f"{math.floor(epsilon * 1e3) / 1e3:.3f}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from math import prod
 from typing import Any
 
 from rgp.report import words
 from rgp.report.html import Html, join, table, tag
 from rgp.report.runs import Run, finite
+from rgp.rounding import round_down
 
 _METHODS = {"rgp": "RGP", "dpsgd": "DP-SGD", "nonprivate": "no clipping, no noise"}
 
@@ -122,8 +122,7 @@ def _audit(run: Run) -> str:
     low, proven, sure = (finite(audit.get(key)) for key in ("epsilon_lower", "epsilon_proven", "confidence"))
     if low is None or proven is None or sure is None:
         return "–"
-    low = math.floor(low * 100) / 100
-    return f"{low:.2f} at {sure:.0%} confidence ({audit.get('kind')}; {words.epsilon_text(proven)} was proven there)"
+    return f"{round_down(low, 2)} at {sure:.0%} confidence ({audit.get('kind')}; {words.epsilon_text(proven)} was proven there)"
 
 
 def method_name(run: Run) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+from rgp.rounding import round_up
+
 
 def epsilon_text(value: float | None) -> str:
-    return "none" if value is None else f"{math.ceil(value * 100 - 1e-9) / 100:.2f}"
+    return "none" if value is None else round_up(value, 2)
 
 
 def percent(value: float | None, digits: int = 1) -> str:

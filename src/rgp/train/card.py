@@ -16,6 +16,7 @@ import torch
 from rgp import accounting
 from rgp._version import __version__
 from rgp.engine import Run
+from rgp.rounding import round_down, round_up
 from rgp.train.config import Config
 from rgp.train.folder import RunFolder
 from rgp.train.setup import Parts
@@ -236,9 +237,8 @@ def card_text(card: dict[str, Any]) -> str:
 def audit_text(audit: dict[str, Any] | None) -> str:
     if audit is None:
         return "none was run"
-    found = math.floor(audit["epsilon_lower"] * 1e3) / 1e3
     return (
-        f"epsilon is at least {found:.3f} with {audit['confidence']:.0%} confidence: {audit['kind']}, "
+        f"epsilon is at least {round_down(audit['epsilon_lower'])} with {audit['confidence']:.0%} confidence: {audit['kind']}, "
         f"{audit['canaries']:,} canaries in a run of its own with {audit['steps']} steps, in which at most "
         f"{round_up(audit['epsilon_proven'])} was proven"
     )
@@ -273,11 +273,6 @@ def _amend(folder: RunFolder, name: str, value: Any) -> None:
 def short_unit(unit: str) -> str:
     """The words 'one row' of 'one row of the training data'."""
     return unit.split(" of ")[0]
-
-
-def round_up(epsilon: float, digits: int = 3) -> str:
-    """Never shows less than was spent."""
-    return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"
 
 
 def _big(value: float) -> str:

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from rgp.models.public_text import TEXTS as PUBLIC_TEXTS
 from rgp.train.sections import (
     CARRIED,
     IMAGE_MODELS,
@@ -123,10 +124,9 @@ def _check_language(config: Config, mistakes: Mistakes) -> None:
             if getattr(model, leaf) != plain:
                 words = f"model.{leaf} = {getattr(model, leaf)}: needs model.pooling = cls or mean"
                 mistakes.add(words, f"model.{leaf}", "model.pooling")
-    if model.centre not in ("none", "public", "films") and not Path(model.centre).expanduser().is_file():
-        words = (
-            f"model.centre = {model.centre}: must be none, public, films, or a file with one public sentence per line"
-        )
+    if model.centre not in ("none", *PUBLIC_TEXTS) and not Path(model.centre).expanduser().is_file():
+        allowed = ", ".join(["none", *PUBLIC_TEXTS])
+        words = f"model.centre = {model.centre}: must be {allowed}, or a file with one public sentence per line"
         mistakes.add(words, "model.centre")
     if model.task == "causal-lm":
         if model.pooling is not None:

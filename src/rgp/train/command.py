@@ -1,6 +1,7 @@
 """The commands `rgp train`, `rgp eval` and `rgp demo`.
 
-Exit codes: 0 done, 1 failed, 2 wrong use or config, 3 disk full or not writable, 130 interrupted (143 by SIGTERM).
+Exit codes: 0 done, 1 failed, 2 wrong use or config, 3 disk full or not writable, 130 interrupted (143 by SIGTERM), 141 nobody
+reads the output any more.
 Results go to stdout, everything else to stderr; with --json, stdout holds one JSON object.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-WRONG_USE, FAILED, NO_DISK, INTERRUPTED = 2, 1, 3, 130
+WRONG_USE, FAILED, NO_DISK, INTERRUPTED, UNREAD = 2, 1, 3, 130, 141
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
@@ -161,7 +161,7 @@ def evaluate(
       rgp eval runs/digits-rgp --json
     """
     with exit_codes():
-        from rgp.train.card import round_up
+        from rgp.rounding import round_up
         from rgp.train.evaluation import evaluate_run
 
         result = evaluate_run(folder)
@@ -194,7 +194,7 @@ def demo(
     """See what private training costs: one small network, trained without privacy, with DP-SGD and with RGP.
 
     Trains for real, on scikit-learn's handwritten digits; attacks all three models with the membership test; writes one
-    report that compares them. A few minutes on two cores.
+    report that compares them. A minute or two on two cores.
     """
     with exit_codes():
         from rgp.train.demo import run_demo, show_demo
@@ -227,7 +227,8 @@ def extra_scores(result: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
-    from rgp.train.card import round_up, short_unit
+    from rgp.rounding import round_up
+    from rgp.train.card import short_unit
 
     accuracy = "unknown" if summary["accuracy"] is None else f"{summary['accuracy']:.4f}"
     typer.echo(f"accuracy  {accuracy} on {summary['held_out_rows']} held-out rows")
@@ -282,7 +283,7 @@ def exit_codes() -> Iterator[None]:
         _stop("interrupted; what was saved before is kept", INTERRUPTED, error)
     except BrokenPipeError as error:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the interpreter's last flush complain
-        raise SystemExit(128 + signal.SIGPIPE) from error
+        raise SystemExit(UNREAD) from error
     except (ValueError, FileNotFoundError) as error:  # configs, folders, data: what the user can put right
         _stop(_words(error), WRONG_USE, error)
     except Exception as error:

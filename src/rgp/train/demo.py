@@ -89,7 +89,7 @@ def show_demo(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     from rgp.report.attacks import better_than_a_coin
-    from rgp.train.card import round_up
+    from rgp.rounding import round_up
 
     table = Table(title="The same network, three ways to train it", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from rgp.train.card import round_up
+from rgp.rounding import round_up
 
 SECONDS_BETWEEN_LINES = 10.0
 
