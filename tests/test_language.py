@@ -472,12 +472,56 @@ def test_train_with_pooling_head_lr_and_optimizer(bert_folder, tmp_path, optimiz
             {"model.name": "mlp", "data.name": "digits", "method.name": "dp-lora", "method.source": None},
             "dp-lora: needs",
         ),
+        ({"model.name": "mlp", "data.name": "digits", "model.dropout": 0}, "model.dropout = 0: is for Hugging Face"),
     ],
 )
 def test_settings_that_do_not_go_together(bert_folder, tmp_path, change, message):
     write_rows(tmp_path, "sst2")
     with pytest.raises(ConfigError, match=message):
         settings(changes_for(bert_folder, tmp_path, **change))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_dropout_of_every_part_is_what_was_asked_for(kind, rate):
+    from transformers import AutoModelForSequenceClassification, BertConfig, GPT2Config
+
+    from rgp.train.language import set_dropout
+
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 9}
+    shape = BertConfig(**small) if kind == "bert" else GPT2Config(**small, bos_token_id=1, eos_token_id=1)
+
+    def rates():
+        model = AutoModelForSequenceClassification.from_config(shape)
+        return [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+
+    before = rates()
+    assert len(before) >= 3 and set(before) == {0.1}
+    set_dropout(shape, rate)
+    assert rates() == [rate] * len(before)
+
+
+def test_a_run_has_the_dropout_that_was_asked_for(bert_folder, tmp_path):
+    from rgp.train import setup
+
+    write_rows(tmp_path, "sst2")
+    batch = {"input_ids": torch.arange(5, 13)[None], "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    for rate, same in ((0.5, False), (0, True)):
+        change = {"model.dropout": rate, "model.pooling": "mean"}
+        model = setup.make(settings(changes_for(bert_folder, tmp_path, **change))).model.train()
+        first, second = (model(**batch).logits for _ in range(2))
+        assert torch.equal(first, second) is same
+
+
+def test_a_model_without_dropout_says_so():
+    from transformers import T5Config
+
+    from rgp.train.language import set_dropout
+
+    shape = T5Config()
+    shape.__dict__ = {k: v for k, v in shape.__dict__.items() if "dropout" not in k}
+    with pytest.raises(ConfigError, match=r"model.dropout = 0: a t5 has no dropout"):
+        set_dropout(shape, 0.0)
 
 
 @pytest.mark.parametrize("task", ["qnli", "qqp", "mnli"])

@@ -114,10 +114,16 @@ def _check_language(config: Config, mistakes: Mistakes) -> None:
     if model_is_image(model):
         if method.name == "dp-lora":
             mistakes.add(f"method.name = dp-lora: needs a Hugging Face model; {model.name} is none", "method.name")
-        for leaf, plain in (("task", "classify"), ("pooling", None), ("head", "linear"), ("centre", "none")):
+        for leaf, plain in (
+            ("task", "classify"),
+            ("pooling", None),
+            ("head", "linear"),
+            ("centre", "none"),
+            ("dropout", None),
+        ):
             value = getattr(model, leaf)
             if value != plain:
-                words = f"model.{leaf} = {value}: is for Hugging Face models, so this must be {plain or 'null'}"
+                words = f"model.{leaf} = {short(value)}: is for Hugging Face models, so this must be {plain or 'null'}"
                 mistakes.add(words, f"model.{leaf}", "model.name")
     if model.pooling is None:
         for leaf, plain in (("head", "linear"), ("centre", "none")):

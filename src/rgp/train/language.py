@@ -31,9 +31,10 @@ def make_transformer(config: Config, data: Any, tokenizer: Any) -> nn.Module:
             kind = t.AutoModel
         else:
             kind, options = t.AutoModelForSequenceClassification, {"num_labels": data.classes}
-        if settings.pretrained:
-            return kind.from_pretrained(where, **options)
-        return kind.from_config(t.AutoConfig.from_pretrained(where, **options))
+        shape = t.AutoConfig.from_pretrained(where, **options)
+        if settings.dropout is not None:
+            set_dropout(shape, settings.dropout)
+        return kind.from_pretrained(where, config=shape) if settings.pretrained else kind.from_config(shape)
 
     # some checkpoints are in half precision, and recent versions load them so: updates would be lost in rounding
     model = _from_hub(config, load).float()
@@ -42,6 +43,19 @@ def make_transformer(config: Config, data: Any, tokenizer: Any) -> nn.Module:
     elif getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = data.collate_fn.token  # classifiers look for the last token before it
     return adapt(config, model) if config.method.name == "dp-lora" else model
+
+
+def set_dropout(shape: Any, rate: float) -> None:
+    """In a transformers config, where every family has names of its own for it: hidden_dropout_prob, resid_pdrop, ..."""
+    known = [name for name, value in shape.to_dict().items() if _is_dropout(name) and isinstance(value, float | int)]
+    if not known:
+        raise ConfigError([f"model.dropout = {rate:g}: a {shape.model_type} has no dropout; leave it out"])
+    for name in known:
+        setattr(shape, name, rate)
+
+
+def _is_dropout(name: str) -> bool:
+    return "dropout" in name or name.endswith("pdrop")
 
 
 def pool(config: Config, encoder: nn.Module, data: Any, tokenizer: Any) -> nn.Module:

@@ -69,6 +69,9 @@ class ModelConfig:
         string(),
         "with pooling: take off the mean feature of public sentences: films, public, or a file of them",
     )
+    dropout: float | None = key(
+        None, number(0, high=1, below=True), "Hugging Face: every dropout of the model; 0 is none (its own)"
+    )
     weight_standardization: bool = key(False, flag(), "wide ResNets: kernels with mean 0 and variance 1 / fan-in")
     affine: bool = key(True, flag(), "wide ResNets: norms with a trained scale and shift")
 
