@@ -21,6 +21,7 @@ from rgp.methods import (
 )
 from rgp.plan import Plan, make_plan
 from rgp.privatize import privatize
+from rgp.public import without_labels
 
 __all__ = [
     "DPSGD",
@@ -48,4 +49,5 @@ __all__ = [
     "make_plan",
     "privatize",
     "resume",
+    "without_labels",
 ]

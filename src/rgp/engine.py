@@ -462,7 +462,8 @@ class Run:
     def _public_gradients(self) -> dict[str, Tensor]:
         assert self._public_loss is not None
         names = [name for name, slot in self._slots.items() if slot.carried]
-        with torch.enable_grad():
+        seed = int(self._streams.generator("carriers", self.step_index, part=1).integers(0, 2**63 - 1))
+        with forked_rng(seed), torch.enable_grad():  # on every rank the same numbers, and after a resume
             loss = self._public_loss()
             grads = torch.autograd.grad(loss, [self._parameters[n] for n in names], allow_unused=True)
         return {n: g for n, g in zip(names, grads, strict=True) if g is not None}

@@ -104,7 +104,8 @@ def privatize(
     folder: where the ledger is kept on disk; without it, in memory.
     lengths: one number per example (its tokens): examples of similar length then share a micro-batch, which saves padding.
         Which examples are in a batch, and what is released, do not depend on it.
-    public_loss: for source="public": computes a loss of the model on public data.
+    public_loss: for source="public": computes a loss of the model on public data, such as rgp.without_labels(...). It may
+        use torch's random numbers; they are the same after a resume.
     probe: once, before the first release, repeat the model's call with one example replaced, and refuse a model in which
         that changes another example's activations.
     process_group: the torch.distributed processes that train together, by default all of them where torch.distributed is

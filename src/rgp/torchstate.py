@@ -39,6 +39,18 @@ def kept_rng() -> Iterator[None]:
         torch.default_generator.set_state(states[2])
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards every module's own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def seed_others(seed: int) -> None:
     """Python's and numpy's generators, which augmentation may use."""
     np.random.seed(seed % 2**32)

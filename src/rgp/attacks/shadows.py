@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rgp.torchstate import evaluating
 from rgp.train import runner, setup
 from rgp.train.config import Config
 from rgp.train.progress import Progress, Silent
@@ -147,10 +148,8 @@ def confidences(model: nn.Module, dataset: Any, parts: Parts, *, batch_size: int
     loader = torch.utils.data.DataLoader(
         torch.utils.data.Subset(dataset, order.tolist()), batch_size=batch_size, collate_fn=parts.data.collate_fn
     )
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     found: list[Tensor] = []
-    try:
+    with evaluating(model):
         for batch in loader:
             logits, labels = setup.logits_and_labels(model, batch, parts.device)
             z = logits.double()
@@ -160,7 +159,4 @@ def confidences(model: nn.Module, dataset: Any, parts: Parts, *, batch_size: int
             else:
                 rest = z.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
                 found.append((z.gather(1, labels[:, None])[:, 0] - rest).cpu())
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return torch.cat(found)[torch.argsort(order)].numpy()

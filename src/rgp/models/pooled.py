@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rgp.torchstate import evaluating
+
 POOLINGS, HEADS = ("cls", "mean"), ("linear", "layernorm")
 ABOUT = "pooled.json"
 
@@ -79,11 +81,8 @@ class PooledClassifier(nn.Module):
     @torch.no_grad()
     def recentre(self, batches: Sequence[dict[str, Tensor]]) -> None:
         """Set the centre to the mean pooled feature of PUBLIC texts: fixed from then on, and nothing is spent on it."""
-        modes = {module: module.training for module in self.modules()}
-        self.eval()
-        found = [self.pooled(**batch) for batch in batches]
-        for module, mode in modes.items():
-            module.training = mode
+        with evaluating(self):
+            found = [self.pooled(**batch) for batch in batches]
         self.centre.copy_(torch.cat(found).mean(0))
 
     # ------------------------------------------------------------------ files
@@ -133,7 +132,12 @@ def public_batches(
     max_length: int,
     device: torch.device,
 ) -> list[dict[str, Tensor]]:
+    """In micro-batches of 32."""
+    rows = public_rows(sentences, tokenizer, max_length=max_length)
+    return [{k: v.to(device) for k, v in collate(rows[at : at + 32]).items()} for at in range(0, len(rows), 32)]
+
+
+def public_rows(sentences: list[str], tokenizer: Any, *, max_length: int) -> list[dict[str, Tensor]]:
     """Public sentences, tokenised as the private texts are."""
     ids = tokenizer(sentences, truncation=True, max_length=max_length)["input_ids"]
-    rows = [{"input_ids": torch.tensor(i), "attention_mask": torch.ones(len(i), dtype=torch.long)} for i in ids]
-    return [{k: v.to(device) for k, v in collate(rows[at : at + 32]).items()} for at in range(0, len(rows), 32)]
+    return [{"input_ids": torch.tensor(i), "attention_mask": torch.ones(len(i), dtype=torch.long)} for i in ids]

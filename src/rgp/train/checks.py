@@ -125,15 +125,25 @@ def _check_language(config: Config, mistakes: Mistakes) -> None:
             if value != plain:
                 words = f"model.{leaf} = {short(value)}: is for Hugging Face models, so this must be {plain or 'null'}"
                 mistakes.add(words, f"model.{leaf}", "model.name")
+    if (method.source == "public") != (method.public is not None):
+        words = f"method.source = {short(method.source)}, method.public = {short(method.public)}: "
+        words += "source public and the sentences it looks at go together, such as method.public = films"
+        mistakes.add(words, "method.source", "method.public")
+    if method.public is not None and (model_is_image(model) or model.task != "classify"):
+        words = f"method.public = {method.public}: is for classifiers of text; in Python, privatize(public_loss=...)"
+        mistakes.add(words, "method.public")
+    if method.public is not None and method.name != "rgp":
+        mistakes.add(f"method.public = {method.public}: is for method rgp, so this must be null", "method.public")
+    for name, value in (("model.centre", model.centre), ("method.public", method.public)):
+        if value is not None and value not in ("none", *PUBLIC_TEXTS) and not Path(value).expanduser().is_file():
+            allowed = ", ".join([*(["none"] if name == "model.centre" else []), *PUBLIC_TEXTS])
+            words = f"{name} = {value}: must be {allowed}, or a file with one public sentence per line"
+            mistakes.add(words, name)
     if model.pooling is None:
         for leaf, plain in (("head", "linear"), ("centre", "none")):
             if getattr(model, leaf) != plain:
                 words = f"model.{leaf} = {getattr(model, leaf)}: needs model.pooling = cls or mean"
                 mistakes.add(words, f"model.{leaf}", "model.pooling")
-    if model.centre not in ("none", *PUBLIC_TEXTS) and not Path(model.centre).expanduser().is_file():
-        allowed = ", ".join(["none", *PUBLIC_TEXTS])
-        words = f"model.centre = {model.centre}: must be {allowed}, or a file with one public sentence per line"
-        mistakes.add(words, "model.centre")
     if model.task == "causal-lm":
         if model.pooling is not None:
             words = f"model.pooling = {model.pooling}: is for classifiers, so with task causal-lm it must be null"

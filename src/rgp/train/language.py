@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rgp.torchstate import evaluating
 from rgp.train.config import Config, ConfigError
 from rgp.train.sections import WEIGHTS
 
 LORA_RANK = 8
+PUBLIC_ROWS = 32  # sentences a step looks at, of those that are there
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -68,6 +70,23 @@ def pool(config: Config, encoder: nn.Module, data: Any, tokenizer: Any) -> nn.Mo
         length = config.data.max_length
         model.recentre(public_batches(sentences, tokenizer, data.collate_fn, max_length=length, device=cpu))
     return model
+
+
+def public_loss(config: Config, model: nn.Module, data: Any, tokenizer: Any) -> Callable[[], Tensor]:
+    """For method.source = public: logits of some of the public sentences, others at every step, without dropout."""
+    import rgp
+    from rgp.models.pooled import public_rows, public_sentences
+
+    assert config.method.public is not None
+    sentences, device = public_sentences(config.method.public), next(model.parameters()).device
+    rows = public_rows(sentences, tokenizer, max_length=config.data.max_length)
+
+    def logits() -> Tensor:
+        batch = data.collate_fn([rows[i] for i in torch.randperm(len(rows))[:PUBLIC_ROWS]])
+        with evaluating(model):
+            return model(**{name: values.to(device) for name, values in batch.items()}).logits
+
+    return rgp.without_labels(logits)
 
 
 def adapt(config: Config, model: nn.Module) -> nn.Module:

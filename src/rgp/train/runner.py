@@ -143,6 +143,7 @@ class Session:
             workers=settings.run.workers,
             pin_memory=parts.device.type == "cuda",
             lengths=getattr(parts.data.train, "lengths", None),
+            public_loss=parts.public_loss,
         )
         folder.write_text(folder.config, settings.to_yaml())
         folder.write_json(folder.plan, card.plan_rows(run))
@@ -164,6 +165,7 @@ class Session:
             pin_memory=parts.device.type == "cuda",
             lengths=getattr(parts.data.train, "lengths", None),
             augment=setup.make_augment(self.config.training),
+            public_loss=parts.public_loss,
             method=parts.method,
             batch_size=self.config.training.batch_size,
         )

@@ -82,7 +82,12 @@ class MethodConfig:
     rank: Any = key(None, ranks(), "columns of L and rows of R; auto, or a number per parameter-name pattern (8)")
     sides: str | None = key(None, choice("both", "left", "right", "alternate"), "which carriers get gradients (both)")
     source: str | None = key(
-        None, choice("history", "weight", "momentum", "random"), "what the carriers are found in (history)"
+        None, choice("history", "weight", "momentum", "public", "random"), "what the carriers are found in (history)"
+    )
+    public: str | None = key(
+        None,
+        string(),
+        "source public: sentences like the private ones, without labels: films, public, or a file of them",
     )
     warmup_steps: int | None = key(None, whole(0), "steps before history or momentum is used (a tenth of the run)")
     power_iterations: int | None = key(None, whole(1), "of the power method that finds the carriers (1)")

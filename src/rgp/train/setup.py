@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import rgp
 from rgp import accounting
 from rgp.optimizers import AdamCorrected
+from rgp.torchstate import evaluating
 from rgp.train import language
 from rgp.train.config import Config, ConfigError
 from rgp.train.sections import CARRIED, IMAGE_MODELS, MethodConfig, TrainingConfig
@@ -45,6 +46,7 @@ class Parts:
     steps: int
     device: torch.device
     tokenizer: Any = None
+    public_loss: Callable[[], Tensor] | None = None
 
     @property
     def published_test(self) -> bool:
@@ -73,6 +75,7 @@ def make(config: Config, data: Any = None) -> Parts:
         steps=steps,
         device=device,
         tokenizer=tokenizer,
+        public_loss=language.public_loss(config, model, data, tokenizer) if config.method.public is not None else None,
     )
 
 
@@ -280,16 +283,11 @@ def example_losses(
     loader = torch.utils.data.DataLoader(
         torch.utils.data.Subset(dataset, order.tolist()), batch_size=batch_size, collate_fn=collate_fn
     )
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     lost, correct = [], []
-    try:
+    with evaluating(model):
         for batch in loader:
             logits, y = logits_and_labels(model, batch, device)
             lost.append(losses(logits.float(), y).cpu())
             correct.append(right(logits, y).cpu())
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     back = torch.argsort(order)
     return torch.cat(lost)[back], torch.cat(correct)[back]
