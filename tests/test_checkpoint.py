@@ -464,6 +464,28 @@ def test_a_public_loss_must_come_along(tmp_path):
         again(tmp_path, public_loss=lambda: torch.zeros(()))
 
 
+def test_random_numbers_of_a_public_loss_are_the_same_after_a_resume(tmp_path):
+    inputs = torch.stack([x for x, _ in data()])[:6]
+
+    def start_or_resume(make, folder, **options):
+        def logits():
+            return run.model(inputs)
+
+        run = make(folder, public_loss=rgp.without_labels(logits), **options)
+        return run
+
+    method = rgp.RGP(rank=2, source="public")
+    whole = start_or_resume(start, None, method=method)
+    train(whole)
+    run = start_or_resume(start, tmp_path, method=method)
+    train(run, 4)
+    run.save(tmp_path)
+    run.close()
+    run = start_or_resume(again, tmp_path)
+    train(run)
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(run).values(), strict=True))
+
+
 def test_a_rolled_back_ledger_is_refused(tmp_path):
     run = start(tmp_path)
     train(run, 2)

@@ -95,6 +95,22 @@ def test_the_number_of_ranks_does_not_matter(sigma, method, tmp_path):
         assert [r["processes"] for r in found[0]["records"]] == [size] * OPTIONS["steps"]
 
 
+def public_run() -> dict[str, Any]:
+    model, optimizer, data = parts()
+    loss = rgp.without_labels(lambda: model(data.x[:6]))
+    options = {**OPTIONS, "method": rgp.RGP(rank=2, source="public"), "public_loss": loss}
+    with rgp.privatize(model, optimizer, data, **options) as run:
+        train(run)
+        return state_of(run)
+
+
+def test_carriers_from_public_inputs_are_the_same_on_every_rank():
+    alone = launch(public_run, 1)[0]
+    found = launch(public_run, 2)
+    assert equal(found[0]["weights"], found[1]["weights"])
+    assert close(alone["weights"], found[0]["weights"])
+
+
 def test_every_example_is_on_one_rank_and_empty_shares_stay_in_step(tmp_path):
     """Batches of about one example on three ranks: most shares are empty, and some draws."""
     options = {"batch_size": 1, "steps": 12, "microbatch_size": 1}

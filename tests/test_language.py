@@ -472,6 +472,20 @@ def test_train_with_pooling_head_lr_and_optimizer(bert_folder, tmp_path, optimiz
             {"model.name": "mlp", "data.name": "digits", "method.name": "dp-lora", "method.source": None},
             "dp-lora: needs",
         ),
+        ({"method.source": "public"}, "method.source = public, method.public = null: source public and the sentences"),
+        ({"method.public": "films"}, "method.source = weight, method.public = films: source public and"),
+        (
+            {"method.source": "public", "method.public": "nowhere.txt"},
+            "method.public = nowhere.txt: must be public, films",
+        ),
+        (
+            {"method.name": "rgp-random", "method.source": "public", "method.public": "films"},
+            "method.public = films: is for method rgp",
+        ),
+        (
+            {"model.name": "mlp", "data.name": "digits", "method.source": "public", "method.public": "films"},
+            "method.public = films: is for classifiers of text",
+        ),
         ({"model.name": "mlp", "data.name": "digits", "model.dropout": 0}, "model.dropout = 0: is for Hugging Face"),
     ],
 )
@@ -479,6 +493,23 @@ def test_settings_that_do_not_go_together(bert_folder, tmp_path, change, message
     write_rows(tmp_path, "sst2")
     with pytest.raises(ConfigError, match=message):
         settings(changes_for(bert_folder, tmp_path, **change))
+
+
+def test_train_with_carriers_from_public_sentences(bert_folder, tmp_path):
+    """They are really used: another file of sentences gives other weights."""
+    from safetensors.torch import load_file
+
+    write_rows(tmp_path / "data", "sst2")
+    found = {}
+    for name, lines in {"a": ["good film", "dull story"], "b": ["the film", "a good dull story"]}.items():
+        (tmp_path / name).write_text("\n".join(lines))
+        change = {"method.source": "public", "method.public": str(tmp_path / name), "run.seed": 0}
+        chosen = settings(changes_for(bert_folder, tmp_path / "data", **change))
+        summary = train(chosen, tmp_path / f"run-{name}")
+        assert summary["finished"]
+        found[name] = load_file(tmp_path / f"run-{name}" / "model" / "model.safetensors")
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    assert not torch.equal(found["a"][name], found["b"][name])
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])
