@@ -472,11 +472,11 @@ def test_train_with_pooling_head_lr_and_optimizer(bert_folder, tmp_path, optimiz
             {"model.name": "mlp", "data.name": "digits", "method.name": "dp-lora", "method.source": None},
             "dp-lora: needs",
         ),
-        ({"method.source": "public"}, "method.source = public, method.public = null: source public and the sentences"),
+        ({"method.source": "public"}, "method.source = public, method.public = null: source public and the inputs"),
         ({"method.public": "films"}, "method.source = weight, method.public = films: source public and"),
         (
             {"method.source": "public", "method.public": "nowhere.txt"},
-            "method.public = nowhere.txt: must be public, films",
+            "method.public = nowhere.txt: must be noise, public, films",
         ),
         (
             {"method.name": "rgp-random", "method.source": "public", "method.public": "films"},
@@ -484,7 +484,7 @@ def test_train_with_pooling_head_lr_and_optimizer(bert_folder, tmp_path, optimiz
         ),
         (
             {"model.name": "mlp", "data.name": "digits", "method.source": "public", "method.public": "films"},
-            "method.public = films: is for classifiers of text",
+            "method.public = films: is text, and the model takes images",
         ),
         ({"model.name": "mlp", "data.name": "digits", "model.dropout": 0}, "model.dropout = 0: is for Hugging Face"),
     ],

@@ -127,18 +127,20 @@ def _check_language(config: Config, mistakes: Mistakes) -> None:
                 mistakes.add(words, f"model.{leaf}", "model.name")
     if (method.source == "public") != (method.public is not None):
         words = f"method.source = {short(method.source)}, method.public = {short(method.public)}: "
-        words += "source public and the sentences it looks at go together, such as method.public = films"
+        words += "source public and the inputs it looks at go together, such as method.public = noise"
         mistakes.add(words, "method.source", "method.public")
-    if method.public is not None and (model_is_image(model) or model.task != "classify"):
-        words = f"method.public = {method.public}: is for classifiers of text; in Python, privatize(public_loss=...)"
-        mistakes.add(words, "method.public")
     if method.public is not None and method.name != "rgp":
         mistakes.add(f"method.public = {method.public}: is for method rgp, so this must be null", "method.public")
-    for name, value in (("model.centre", model.centre), ("method.public", method.public)):
-        if value is not None and value not in ("none", *PUBLIC_TEXTS) and not Path(value).expanduser().is_file():
-            allowed = ", ".join([*(["none"] if name == "model.centre" else []), *PUBLIC_TEXTS])
-            words = f"{name} = {value}: must be {allowed}, or a file with one public sentence per line"
-            mistakes.add(words, name)
+    elif method.public is not None and model.task != "classify":
+        words = f"method.public = {method.public}: is for classifiers; in Python, privatize(public_loss=...)"
+        mistakes.add(words, "method.public", "model.task")
+    elif model_is_image(model) and method.public not in (None, "noise"):
+        words = f"method.public = {method.public}: is text, and the model takes images, so this must be noise"
+        mistakes.add(words, "method.public", "model.name")
+    for name, value, more in (("model.centre", model.centre, "none"), ("method.public", method.public, "noise")):
+        if value is not None and value not in (more, *PUBLIC_TEXTS) and not Path(value).expanduser().is_file():
+            allowed = ", ".join([more, *PUBLIC_TEXTS])
+            mistakes.add(f"{name} = {value}: must be {allowed}, or a file with one public sentence per line", name)
     if model.pooling is None:
         for leaf, plain in (("head", "linear"), ("centre", "none")):
             if getattr(model, leaf) != plain:

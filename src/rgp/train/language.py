@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rgp.torchstate import evaluating
 from rgp.train.config import Config, ConfigError
 from rgp.train.sections import WEIGHTS
 
 LORA_RANK = 8
-PUBLIC_ROWS = 32  # sentences a step looks at, of those that are there
+PUBLIC_ROWS = 32  # public inputs that a step looks at
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -72,21 +71,24 @@ def pool(config: Config, encoder: nn.Module, data: Any, tokenizer: Any) -> nn.Mo
     return model
 
 
-def public_loss(config: Config, model: nn.Module, data: Any, tokenizer: Any) -> Callable[[], Tensor]:
-    """For method.source = public: logits of some of the public sentences, others at every step, without dropout."""
-    import rgp
+def public_inputs(config: Config, data: Any, tokenizer: Any) -> Callable[[], dict[str, Tensor]]:
+    """Batches for method.source = public: some of the public sentences, or random tokens."""
     from rgp.models.pooled import public_rows, public_sentences
 
     assert config.method.public is not None
-    sentences, device = public_sentences(config.method.public), next(model.parameters()).device
+    if config.method.public == "noise":
+        special = set(tokenizer.all_special_ids)
+        tokens = torch.tensor([i for i in range(len(tokenizer)) if i not in special])
+        return lambda: data.collate_fn([_random_text(tokens, tokenizer) for _ in range(PUBLIC_ROWS)])
+    sentences = public_sentences(config.method.public)
     rows = public_rows(sentences, tokenizer, max_length=config.data.max_length)
+    return lambda: data.collate_fn([rows[i] for i in torch.randperm(len(rows))[:PUBLIC_ROWS]])
 
-    def logits() -> Tensor:
-        batch = data.collate_fn([rows[i] for i in torch.randperm(len(rows))[:PUBLIC_ROWS]])
-        with evaluating(model):
-            return model(**{name: values.to(device) for name, values in batch.items()}).logits
 
-    return rgp.without_labels(logits)
+def _random_text(tokens: Tensor, tokenizer: Any) -> dict[str, Tensor]:
+    drawn = tokens[torch.randint(len(tokens), (int(torch.randint(4, 20, ())),))]
+    ids = torch.tensor(tokenizer.build_inputs_with_special_tokens(drawn.tolist()))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def adapt(config: Config, model: nn.Module) -> nn.Module:

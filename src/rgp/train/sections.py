@@ -87,7 +87,7 @@ class MethodConfig:
     public: str | None = key(
         None,
         string(),
-        "source public: sentences like the private ones, without labels: films, public, or a file of them",
+        "source public: inputs without labels: noise; or, of texts, films, public, a file of sentences",
     )
     warmup_steps: int | None = key(None, whole(0), "steps before history or momentum is used (a tenth of the run)")
     power_iterations: int | None = key(None, whole(1), "of the power method that finds the carriers (1)")

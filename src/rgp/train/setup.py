@@ -75,7 +75,7 @@ def make(config: Config, data: Any = None) -> Parts:
         steps=steps,
         device=device,
         tokenizer=tokenizer,
-        public_loss=language.public_loss(config, model, data, tokenizer) if config.method.public is not None else None,
+        public_loss=make_public_loss(config, model, data, tokenizer),
     )
 
 
@@ -179,6 +179,27 @@ def make_method(config: MethodConfig) -> Any:
     if config.name == "dp-lora":
         given = {}  # its rank is the adapters'; their factors are exact, and all else has requires_grad False
     return METHODS[config.name](**given, head_scale=config.head_scale, overrides=config.overrides)
+
+
+def make_public_loss(config: Config, model: nn.Module, data: Any, tokenizer: Any) -> Callable[[], Tensor] | None:
+    """For method.source = public: without labels, other inputs at every step, in evaluation mode."""
+    if config.method.public is None:
+        return None
+    if tokenizer is not None:
+        batch = language.public_inputs(config, data, tokenizer)
+    else:
+
+        def batch() -> dict[str, Tensor]:  # images are brought to mean 0 and deviation 1
+            return {"input": torch.randn(language.PUBLIC_ROWS, *data.shape)}
+
+    device = next(model.parameters()).device
+
+    def logits() -> Tensor:
+        inputs = {name: values.to(device) for name, values in batch().items()}
+        with evaluating(model):
+            return model(**inputs).logits if tokenizer is not None else model(*inputs.values())
+
+    return rgp.without_labels(logits)
 
 
 def make_clip(config: TrainingConfig) -> Any:
