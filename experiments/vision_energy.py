@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import rgp
 from rgp.models import SmallCNN
 
 ROWS, BATCH, NOISE, SIGNAL, SHOWN = 20_000, 512, 0.53 / 512, 0.15, (5, 30, 100, 200)
@@ -50,6 +51,8 @@ def main(data: Path) -> None:
             values = torch.linalg.svdvals(G.flatten(1))
             sources = {"own": G, "momentum": momentum[name], "history": W - initial[name], "weight": W}
             sources["random"] = torch.randn_like(G)
+            loss = rgp.without_labels(lambda: model(torch.randn(64, 3, 32, 32)))
+            (sources["noise images"],) = torch.autograd.grad(loss(), [parameters[name]])
             cells = []
             for source, matrix in sources.items():
                 shares = [held(G, matrix, rank) for rank in (8, 16)]

@@ -496,20 +496,23 @@ def test_settings_that_do_not_go_together(bert_folder, tmp_path, change, message
 
 
 def test_train_with_carriers_from_public_sentences(bert_folder, tmp_path):
-    """They are really used: another file of sentences gives other weights."""
+    """They are really used: other sentences, and random ones, give other weights."""
     from safetensors.torch import load_file
 
     write_rows(tmp_path / "data", "sst2")
     found = {}
-    for name, lines in {"a": ["good film", "dull story"], "b": ["the film", "a good dull story"]}.items():
-        (tmp_path / name).write_text("\n".join(lines))
-        change = {"method.source": "public", "method.public": str(tmp_path / name), "run.seed": 0}
+    (tmp_path / "a").write_text("good film\ndull story")
+    (tmp_path / "b").write_text("the film\na good dull story")
+    for name in ("a", "b", "noise"):
+        where = name if name == "noise" else str(tmp_path / name)
+        change = {"method.source": "public", "method.public": where, "run.seed": 0}
         chosen = settings(changes_for(bert_folder, tmp_path / "data", **change))
         summary = train(chosen, tmp_path / f"run-{name}")
         assert summary["finished"]
         found[name] = load_file(tmp_path / f"run-{name}" / "model" / "model.safetensors")
     name = "bert.encoder.layer.0.attention.self.query.weight"
     assert not torch.equal(found["a"][name], found["b"][name])
+    assert not torch.equal(found["a"][name], found["noise"][name])
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])

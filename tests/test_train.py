@@ -169,8 +169,9 @@ def weights(out):
     return load_file(out / "model" / "model.safetensors")
 
 
-def test_ctrl_c_saves_and_resuming_gives_the_same_model(tmp_path, monkeypatch):
-    changes = (*SMALL, "run.seed=5", "optimizer.schedule=cosine", "run.checkpoint_seconds=0")
+@pytest.mark.parametrize("more", [(), ("method.source=public", "method.public=noise")], ids=["history", "public"])
+def test_ctrl_c_saves_and_resuming_gives_the_same_model(tmp_path, monkeypatch, more):
+    changes = (*SMALL, *more, "run.seed=5", "optimizer.schedule=cosine", "run.checkpoint_seconds=0")
     settings = config.load(preset="digits-rgp", changes=changes)
     whole = runner.train(settings, tmp_path / "whole", progress=progress.Silent())
     sets = [word for change in changes for word in ("--set", change)]

@@ -76,19 +76,19 @@ def public_inputs(config: Config, data: Any, tokenizer: Any) -> Callable[[], dic
     from rgp.models.pooled import public_rows, public_sentences
 
     assert config.method.public is not None
+    length = config.data.max_length
     if config.method.public == "noise":
         special = set(tokenizer.all_special_ids)
         tokens = torch.tensor([i for i in range(len(tokenizer)) if i not in special])
-        return lambda: data.collate_fn([_random_text(tokens, tokenizer) for _ in range(PUBLIC_ROWS)])
-    sentences = public_sentences(config.method.public)
-    rows = public_rows(sentences, tokenizer, max_length=config.data.max_length)
+
+        def random_texts() -> dict[str, Tensor]:
+            lengths = torch.randint(4, 20, (PUBLIC_ROWS,)).tolist()
+            drawn = [tokens[torch.randint(len(tokens), (n,))].tolist() for n in lengths]
+            return data.collate_fn(public_rows([tokenizer.decode(ids) for ids in drawn], tokenizer, max_length=length))
+
+        return random_texts
+    rows = public_rows(public_sentences(config.method.public), tokenizer, max_length=length)
     return lambda: data.collate_fn([rows[i] for i in torch.randperm(len(rows))[:PUBLIC_ROWS]])
-
-
-def _random_text(tokens: Tensor, tokenizer: Any) -> dict[str, Tensor]:
-    drawn = tokens[torch.randint(len(tokens), (int(torch.randint(4, 20, ())),))]
-    ids = torch.tensor(tokenizer.build_inputs_with_special_tokens(drawn.tolist()))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def adapt(config: Config, model: nn.Module) -> nn.Module:
