@@ -98,7 +98,7 @@ def privacy(**options):
     )
 
 
-def trainer(folder, model=None, data=None, chosen=None, callbacks=None, evaluate=None, **options):
+def trainer(folder, model=None, data=None, chosen=None, callbacks=None, evaluate=None, public_loss=None, **options):
     return PrivateTrainer(
         make_bert() if model is None else model,
         arguments(folder, **options),
@@ -107,6 +107,7 @@ def trainer(folder, model=None, data=None, chosen=None, callbacks=None, evaluate
         data_collator=collate,
         callbacks=callbacks,
         privacy=privacy() if chosen is None else chosen,
+        public_loss=public_loss,
     )
 
 
@@ -238,6 +239,23 @@ def test_resume_gives_the_uninterrupted_run_and_charges_nothing_twice(tmp_path):
     with pytest.raises(ValueError, match="only the last checkpoint"):
         older.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
     assert not list((tmp_path / "cut").glob("checkpoint-*/optimizer.pt"))  # nothing to unpickle
+
+
+def test_carriers_from_public_inputs(tmp_path):
+    """As `privatize` would have them, and refused where only half of it is given."""
+    with pytest.raises(ValueError, match="public_loss= go together"):
+        trainer(tmp_path / "a", chosen=privacy(source="public")).train()
+    models = [make_bert(), make_bert()]
+    models[1].load_state_dict(models[0].state_dict())
+    inputs = {k: v for k, v in collate(make_rows(6, seed=7)).items() if k != "labels"}
+    for name, model in zip("cd", models, strict=True):
+        loss = rgp.without_labels(lambda model=model: model(**inputs).logits)
+        trainer(tmp_path / name, model, chosen=privacy(source="public"), public_loss=loss).train()
+    first, second = (m.state_dict() for m in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    loss = rgp.without_labels(lambda: models[0](**inputs).logits)
+    with pytest.raises(ValueError, match="public_loss= go together"):
+        trainer(tmp_path / "b", models[0], public_loss=loss).train()
 
 
 def test_a_second_run_on_the_same_data_is_refused(tmp_path):

@@ -510,6 +510,8 @@ def test_train_with_carriers_from_public_sentences(bert_folder, tmp_path):
         summary = train(chosen, tmp_path / f"run-{name}")
         assert summary["finished"]
         found[name] = load_file(tmp_path / f"run-{name}" / "model" / "model.safetensors")
+        card = (tmp_path / f"run-{name}" / "model" / "privacy_card.md").read_text()
+        assert ("carriers follow: random inputs" if name == "noise" else "which the user says is public") in card
     name = "bert.encoder.layer.0.attention.self.query.weight"
     assert not torch.equal(found["a"][name], found["b"][name])
     assert not torch.equal(found["a"][name], found["noise"][name])

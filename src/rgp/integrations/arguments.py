@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rgp
-from rgp.methods import NORMS, SIDES, Method
+from rgp.methods import NORMS, SIDES, SOURCES, Method
 
 METHODS: dict[str, type[Method]] = {
     "rgp": rgp.RGP,
@@ -67,8 +67,8 @@ class PrivacyArguments:
     source: str | None = field(
         default=None,
         metadata={
-            "help": "rgp: what the carriers are found in. Default: history.",
-            "choices": ["history", "weight", "momentum", "random"],
+            "help": "rgp: what the carriers are found in; public needs a public_loss. Default: history.",
+            "choices": list(SOURCES),
         },
     )
     norm: str | None = field(

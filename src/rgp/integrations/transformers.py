@@ -17,7 +17,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ logger = logging.get_logger(__name__)
 
 
 class PrivateTrainer(Trainer):
-    """`transformers.Trainer` with one more argument, `privacy`.
+    """`transformers.Trainer` with one more argument, `privacy`; and `public_loss`, for PrivacyArguments(source="public").
 
     The loss of an example is its own: with token labels, the mean over the example's tokens. A compute_loss of yours must
     be the mean of one loss per example, or the vector of these.
@@ -57,14 +57,16 @@ class PrivateTrainer(Trainer):
     control: Any
     _created_lr_scheduler: bool
 
-    def __init__(self, *args: Any, privacy: PrivacyArguments, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, privacy: PrivacyArguments, public_loss: Callable[[], Tensor] | None = None, **kwargs: Any
+    ) -> None:
         if not isinstance(privacy, PrivacyArguments):
             raise TypeError(f"privacy must be a PrivacyArguments; got {privacy!r}")
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             refuse(given)  # before anything is compiled, sharded or uploaded
         super().__init__(*args, **kwargs)
-        self.privacy = privacy
+        self.privacy, self.public_loss = privacy, public_loss
         self.run: Run | None = None  # of the last train()
         self._curve: Any = None
         if self.train_dataset is not None:
@@ -229,6 +231,7 @@ class PrivateTrainer(Trainer):
             "workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
             "lengths": self._lengths(),
+            "public_loss": self.public_loss,
         }
         method, folder = privacy.make_method(), Path(args.output_dir) / FOLDER
         if resume is not None:

@@ -16,6 +16,7 @@ import torch
 from rgp import accounting
 from rgp._version import __version__
 from rgp.engine import Run
+from rgp.models.public_text import TEXTS
 from rgp.rounding import round_down, round_up
 from rgp.train.config import Config
 from rgp.train.folder import RunFolder
@@ -108,13 +109,23 @@ def make_card(config: Config, parts: Parts, run: Run, summary: dict[str, Any]) -
         model=summary["model"],
         seed_known=config.run.seed is not None,
         secure_noise=config.run.secure_noise,
-        preprocessing=getattr(parts.data, "public_constants", None) or {},
+        preprocessing={**(getattr(parts.data, "public_constants", None) or {}), **_public_inputs(config)},
     )
     if summary["accuracy_is_publishable"]:
         for name in summary:  # on a published test split, which nobody asked to protect
             if name == "perplexity" or (name.startswith("accuracy") and name != "accuracy_is_publishable"):
                 card[name] = summary[name]
     return card
+
+
+def _public_inputs(config: Config) -> dict[str, str]:
+    """What the run took to be public besides its constants. Of a file, nobody can know but the user."""
+    used = {
+        "centre of the features": None if config.model.centre == "none" else config.model.centre,
+        "inputs whose logits the carriers follow": config.method.public,
+    }
+    own = {"noise": "random inputs", **{name: f"the sentences {name} that come with rgp" for name in TEXTS}}
+    return {what: own.get(name, f"{name}, which the user says is public") for what, name in used.items() if name}
 
 
 def card_of(
