@@ -9,14 +9,16 @@ from driver import by_setting
 from plots import draw_methods
 
 METHODS = {
-    "rgp": "RGP",
+    "rgp-public": "RGP",
+    "dpsgd-clip2": "DP-SGD",
+    "rgp": "RGP, first settings",
     "rgp-random": "RGP-random",
-    "dpsgd": "DP-SGD",
+    "dpsgd": "DP-SGD, first settings",
     "dp-lora": "DP-LoRA",
     "bitfit": "BiTFiT",
     "linear": "linear probing",
 }
-LINES = ("#1b7f5c", "#7fbf9f", "#c2571a", "#5b6bb5", "#8c6d31", "#777777")
+LINES = ("#1b7f5c", "#c2571a", "#4fa886", "#a7d3bf", "#dd9c74", "#5b6bb5", "#8c6d31", "#777777")
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
