@@ -426,3 +426,18 @@ def test_figures_are_drawn_and_marked(small):
     assert (small / "fig.png").stat().st_size > 5000
     assert content.NOT_COVERED in page.page([section], title="<b>", words=["`code`"])
     assert "&lt;b&gt;" in page.page([section], title="<b>", words=[])
+
+
+def test_lines_of_a_figure_can_be_told_apart():
+    from rgp.reproduce.figures import looks
+
+    names = [
+        f"{who}, {part}: {kind}" for who in ("Full", "RGP") for part in "ab" for kind in ("own", "earlier", "random")
+    ]
+    lines, legend = looks(names)
+    found = dict(zip(names, lines, strict=True))
+    assert len(set(lines)) == len(names)
+    assert found["Full, a: own"][0] == found["RGP, b: own"][0] == legend["own"][0] != found["RGP, b: random"][0]
+    assert found["RGP, b: own"][1] == legend["RGP, b"][1]
+    lines, legend = looks([str(i) for i in range(20)])
+    assert len(set(lines)) == len(legend) == 20
