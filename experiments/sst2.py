@@ -71,18 +71,24 @@ def split(data: Path) -> dict[str, Path]:
 
 def accuracy(out: Path, data: Path) -> float:
     """Of a finished run, on the test rows of another folder."""
-    from dataclasses import replace
+    from rgp.train import setup, weights
 
-    from rgp.train import config, language, setup, weights
-
-    settings = config.load(out / "config.yaml")
-    elsewhere = replace(settings, data=replace(settings.data, folder=str(data)))
-    rows = setup.load_data(elsewhere, language.load_tokenizer(elsewhere))
-    _, parts, _ = weights.load_trained(out)
+    settings, parts, _ = weights.load_trained(out)
+    rows = rows_in(data, settings)
     _, right = setup.example_losses(
         parts.model, rows.test, collate_fn=rows.collate_fn, device=parts.device, batch_size=128
     )
     return round(right.double().mean().item(), 5)
+
+
+def rows_in(folder: Path, settings: Any) -> Any:
+    """The data of a run's settings, from another folder."""
+    from dataclasses import replace
+
+    from rgp.train import language, setup
+
+    elsewhere = replace(settings, data=replace(settings.data, folder=str(folder)))
+    return setup.load_data(elsewhere, language.load_tokenizer(elsewhere))
 
 
 if __name__ == "__main__":

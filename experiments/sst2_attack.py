@@ -8,7 +8,6 @@ the run was trained on. Statistics of training rows without noise: no guarantee 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import sst2
 import torch
 
 from rgp.attacks import threshold
-from rgp.train import language, setup, weights
+from rgp.train import setup, weights
 
 
 def main() -> None:
@@ -27,13 +26,7 @@ def main() -> None:
     folders = sst2.split(given.data)
     for run in given.runs:
         settings, parts, _ = weights.load_trained(run)
-        tokenizer = language.load_tokenizer(settings)
-
-        def rows(name: str, settings=settings, tokenizer=tokenizer):
-            where = replace(settings, data=replace(settings.data, folder=str(folders[name])))
-            return setup.load_data(where, tokenizer)
-
-        trained, others = rows("tables"), rows("held_out")
+        trained, others = (sst2.rows_in(folders[name], settings) for name in ("tables", "held_out"))
         chosen = np.random.default_rng(0).permutation(len(trained.train))[: sst2.HELD_OUT]
         members = torch.utils.data.Subset(trained.train, chosen.tolist())
         losses = [

@@ -33,7 +33,7 @@ def test_with_two_classes_an_input_shows_its_gradient_whatever_its_label(label):
     loss = rgp.without_labels(lambda: model(x))
     data = [(rows(1, seed=3)[0], 0)] * 8
     run = privatize(model, data, method=rgp.RGP(rank=1, source="public"), steps=1, public_loss=loss)
-    iter(run).__next__()
+    next(iter(run))
     with torch._C.DisableTorchFunction():
         (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), torch.tensor([label])), [model[2].weight])
     assert outside(gradient, *run.carriers["2.weight"]) < 1e-12
@@ -54,7 +54,7 @@ def test_inputs_of_the_same_kind_show_more_than_weights_and_chance():
         loss = rgp.without_labels(lambda model=model: model(public)) if source == "public" else None
         data = [(x, i % 3) for i, x in enumerate(private)]
         run = privatize(model, data, method=rgp.RGP(rank=2, source=source), steps=1, public_loss=loss)
-        iter(run).__next__()
+        next(iter(run))
         with torch._C.DisableTorchFunction():
             labels = torch.arange(64) % 3
             (gradient,) = torch.autograd.grad(F.cross_entropy(model(private), labels), [model[0].weight])

@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+ROWS = 32  # public inputs that `rgp train` looks at in a step
+
 
 def without_labels(logits: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """A loss for `source="public"` out of a function that computes the model's logits (..., classes) on public inputs.

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rgp.public import ROWS
 from rgp.train.config import Config, ConfigError
 from rgp.train.sections import WEIGHTS
 
 LORA_RANK = 8
-PUBLIC_ROWS = 32  # public inputs that a step looks at
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -82,13 +82,13 @@ def public_inputs(config: Config, data: Any, tokenizer: Any) -> Callable[[], dic
         tokens = torch.tensor([i for i in range(len(tokenizer)) if i not in special])
 
         def random_texts() -> dict[str, Tensor]:
-            lengths = torch.randint(4, 20, (PUBLIC_ROWS,)).tolist()
+            lengths = torch.randint(4, 20, (ROWS,)).tolist()
             drawn = [tokens[torch.randint(len(tokens), (n,))].tolist() for n in lengths]
             return data.collate_fn(public_rows([tokenizer.decode(ids) for ids in drawn], tokenizer, max_length=length))
 
         return random_texts
     rows = public_rows(public_sentences(config.method.public), tokenizer, max_length=length)
-    return lambda: data.collate_fn([rows[i] for i in torch.randperm(len(rows))[:PUBLIC_ROWS]])
+    return lambda: data.collate_fn([rows[i] for i in torch.randperm(len(rows))[:ROWS]])
 
 
 def adapt(config: Config, model: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import rgp
 from rgp import accounting
 from rgp.optimizers import AdamCorrected
+from rgp.public import ROWS
 from rgp.torchstate import evaluating
 from rgp.train import language
 from rgp.train.config import Config, ConfigError
@@ -185,19 +186,14 @@ def make_public_loss(config: Config, model: nn.Module, data: Any, tokenizer: Any
     """For method.source = public: without labels, other inputs at every step, in evaluation mode."""
     if config.method.public is None:
         return None
-    if tokenizer is not None:
-        batch = language.public_inputs(config, data, tokenizer)
-    else:
-
-        def batch() -> dict[str, Tensor]:  # images are brought to mean 0 and deviation 1
-            return {"input": torch.randn(language.PUBLIC_ROWS, *data.shape)}
-
     device = next(model.parameters()).device
+    texts = language.public_inputs(config, data, tokenizer) if tokenizer is not None else None
 
     def logits() -> Tensor:
-        inputs = {name: values.to(device) for name, values in batch().items()}
         with evaluating(model):
-            return model(**inputs).logits if tokenizer is not None else model(*inputs.values())
+            if texts is None:  # images are brought to mean 0 and deviation 1
+                return model(torch.randn(ROWS, *data.shape).to(device))
+            return model(**{name: values.to(device) for name, values in texts().items()}).logits
 
     return rgp.without_labels(logits)
 
