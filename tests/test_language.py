@@ -456,6 +456,28 @@ def test_train_with_pooling_head_lr_and_optimizer(bert_folder, tmp_path, optimiz
     assert isinstance(PooledClassifier.from_pretrained(tmp_path / "run" / "model"), nn.Module)
 
 
+def test_head_first_keeps_the_body_still_and_then_trains_it(bert_folder, tmp_path):
+    from rgp.train import setup
+
+    write_rows(tmp_path / "data", "sst2")
+    changes = {"optimizer.head_lr": 0.05, "optimizer.head_first": 0.4, "optimizer.schedule": "linear"}
+    chosen = settings(changes_for(bert_folder, tmp_path / "data", **changes))
+    optimizer = setup.make(chosen).optimizer
+    schedule = setup.make_schedule(chosen, optimizer, 10)
+    body, head = zip(*(_rates(optimizer, schedule) for _ in range(10)), strict=True)
+    assert body[:4] == (0, 0, 0, 0)
+    assert body[4:] == pytest.approx([0.001 * (6 - i) / 6 for i in range(6)])  # a run of its own
+    assert head == pytest.approx([0.05 * (10 - i) / 10 for i in range(10)])
+    assert train(chosen, tmp_path / "run")["finished"]
+
+
+def _rates(optimizer, schedule):
+    found = [group["lr"] for group in optimizer.param_groups]
+    optimizer.step()
+    schedule.step()
+    return found
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -465,6 +487,7 @@ def test_train_with_pooling_head_lr_and_optimizer(bert_folder, tmp_path, optimiz
             {"model.pooling": "mean", "model.centre": "nowhere.txt"},
             "model.centre = nowhere.txt: must be none, public, films",
         ),
+        ({"optimizer.head_first": 0.2}, "optimizer.head_first = 0.2: needs optimizer.head_lr"),
         ({"data.unit": "block"}, "data.unit = block: is for language models"),
         ({"model.task": "causal-lm"}, "data.unit = null: task causal-lm needs"),
         ({"method.name": "dp-lora", "method.rank": "auto", "method.source": None}, "method.rank = auto"),

@@ -101,6 +101,11 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
     if config.run.device != "auto" and not _is_device(config.run.device):
         words = f"run.device = {config.run.device}: must be auto, cpu, cuda or cuda with a number, such as cuda:1"
         mistakes.add(words, "run.device")
+    if config.optimizer.head_first > 0 and config.optimizer.head_lr is None:
+        words = (
+            f"optimizer.head_first = {config.optimizer.head_first}: needs optimizer.head_lr, the head's learning rate"
+        )
+        mistakes.add(words, "optimizer.head_first", "optimizer.head_lr")
     _check_names(config.data, config.model, mistakes)
     _check_language(config, mistakes)
 

@@ -238,19 +238,26 @@ def parameter_groups(config: Config, model: nn.Module) -> list[Any]:
 
 def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     settings = config.optimizer
-    if settings.schedule == "constant" and settings.warmup == 0:
+    if settings.schedule == "constant" and settings.warmup == 0 and settings.head_first == 0:
         return None
-    rising = round(settings.warmup * steps)
 
-    def factor(step: int) -> float:
+    def factor(step: int, begin: int) -> float:
+        """Of a learning rate that is 0 before step `begin`, and has its warm-up and its fall in the steps that are left."""
+        step, left = step - begin, steps - begin
+        rising = round(settings.warmup * left)
+        if step < 0:
+            return 0.0
         if step < rising:
             return (step + 1) / rising
-        done = (step - rising) / max(1, steps - rising)
+        done = (step - rising) / max(1, left - rising)
         if settings.schedule == "steps":
             return 0.1 ** sum(done >= at for at in (0.3, 0.6, 0.8))
         return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.schedule]
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    begins = [round(settings.head_first * steps), 0][-len(optimizer.param_groups) :]  # of the body, of the head
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda step, begin=begin: factor(step, begin) for begin in begins]
+    )
 
 
 # ---------------------------------------------------------------------- batches and losses
