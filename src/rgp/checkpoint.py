@@ -37,7 +37,8 @@ from rgp._version import __version__
 from rgp.accounting import Budget
 from rgp.clips import CLIP_RULES
 from rgp.distributed import Ranks, find_ranks, share_ledger, share_streams
-from rgp.engine import Run, check_optimizer
+from rgp.engine import Run
+from rgp.guards import check_optimizer
 from rgp.ledger import Ledger, make_folder, sync_folder
 from rgp.methods import Method
 from rgp.noise import PhiloxNoise

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from rgp import accounting, rules
+from rgp import accounting, guards, rules
 from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.clipping import ClippedSum, Gradients
@@ -244,7 +244,7 @@ class Run:
             raise WrongUseError("this run is closed; run.step has nothing to do")
         if m is None:
             raise WrongUseError("run.step was called twice for one batch, or outside `for batch in run`")
-        weights = self._loss_weights(loss, m)
+        weights = guards.loss_weights(loss, m, self.settings.loss_reduction, views=self.settings.views)
         last, step = self._last and self._view + 1 == self.settings.views, self.step_index
         counts = not isinstance(self._indices, Filler)
         self._failed = True
@@ -263,7 +263,7 @@ class Run:
                     self._gradients.add_plain(found, m)
                 self._drop_gradients()
             if counts or not self._plain:
-                self._check_captured()
+                guards.check_captured(self._parameters, self._slots)
             self._watch.check()
             if self._view + 1 == self.settings.views and counts and not self._plain:
                 if self._inject is not None:
@@ -419,7 +419,7 @@ class Run:
         if self._started:
             return
         self._sharding.reshard()
-        self._verify()
+        guards.check_unchanged(self.model, self.optimizer, self._parameters, set(self._slots))
         self._attempt = self._attempts(self.step_index)[self._discarded]
         method = self.plan.method
         groups: dict[tuple[Any, ...], list[CarriedSlot]] = {}
@@ -689,27 +689,6 @@ class Run:
 
     # ------------------------------------------------------------------ checks
 
-    def _loss_weights(self, loss: Any, m: int) -> Tensor:
-        """What to backpropagate so that each example's own gradient arrives, whatever the reduction was."""
-        reduction = self.settings.loss_reduction
-        if not isinstance(loss, Tensor):
-            raise WrongUseError(f"run.step takes the loss as a tensor; got {type(loss).__name__}")
-        if reduction == "none":
-            if loss.shape != (m,):
-                raise WrongUseError(
-                    f"loss_reduction='none' needs one loss per example, shape ({m},); got shape {tuple(loss.shape)}"
-                )
-        elif loss.numel() != 1:
-            raise WrongUseError(
-                f"run.step takes a scalar loss; got shape {tuple(loss.shape)}. Reduce it over the examples "
-                "(loss_reduction='mean' or 'sum'), or pass loss_reduction='none' to privatize for one loss per example."
-            )
-        if not loss.requires_grad:
-            raise WrongUseError(
-                "the loss is not attached to the model: it was computed under no_grad, detached, or before this batch"
-            )
-        return torch.full_like(loss, (m if reduction == "mean" else 1) / self.settings.views)
-
     def _probe(self, m: int) -> None:
         """Once per run: examples stay in their own rows (probe.py). A model that is not called as a whole is not probed."""
         ready = self._recorder is not None and self._recorder.call is not None
@@ -727,50 +706,8 @@ class Run:
         """Whether it holds on all ranks."""
         return bool(self.ranks.meet(replace(self._standing(HERE), flag=int(flag))).flag)
 
-    def _check_captured(self) -> None:
-        """No trained parameter may have received an ordinary gradient, and some must have received a captured one."""
-        for name in self._slots:
-            if self._parameters[name].grad is not None:
-                raise WrongUseError(
-                    f"parameter {name!r} was used outside the capture of this batch (before the loop, in another thread, or "
-                    "in a cached tensor), so its gradient cannot be clipped per example. Compute the loss from the batch."
-                )
-        if not any(slot.used for slot in self._slots.values()):
-            raise WrongUseError("the loss is not attached to the model: no trained parameter took part in computing it")
-
-    def _verify(self) -> None:
-        """The model, the plan and the optimizer still belong together."""
-        current = dict(self.model.named_parameters())
-        for name, parameter in self._parameters.items():
-            now = current.pop(name, None)
-            if now is not parameter:
-                raise WrongUseError(f"parameter {name!r} was replaced or removed after privatize; make a new run")
-            if now.requires_grad != (name in self._slots):
-                raise WrongUseError(
-                    f"requires_grad of parameter {name!r} was changed after privatize. Set it before, or use overrides."
-                )
-        if current:
-            raise WrongUseError(f"parameter {next(iter(current))!r} was added after privatize; make a new run")
-        check_optimizer(self.optimizer, self._parameters, set(self._slots))
-
     def _refuse_foreign_step(self, *_: object) -> None:
         if not self._stepping:
             raise WrongUseError(
                 "run.step(loss) calls optimizer.step() itself, once per logical batch. Remove the call."
             )
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], trained: set[str]) -> None:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name in parameters if name in trained and id(parameters[name]) not in held]
-    if missing:
-        raise ValueError(
-            f"the optimizer lacks {len(missing)} parameters that the plan trains, {missing[0]!r} among them. Add them to the "
-            "optimizer, or freeze them with the method's overrides."
-        )
-    known = {id(p) for p in parameters.values()}
-    foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-    if foreign:
-        raise ValueError(
-            f"the optimizer holds {foreign} tensors that are not parameters of the model; give them another one"
-        )

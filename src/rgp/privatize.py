@@ -23,8 +23,9 @@ from rgp.distributed import (
     share_streams,
     share_weights,
 )
-from rgp.engine import Run, check_optimizer
+from rgp.engine import Run
 from rgp.errors import UnsupportedError
+from rgp.guards import check_optimizer
 from rgp.ledger import Ledger
 from rgp.methods import RGP, Method
 from rgp.noise import NoiseSource, PhiloxNoise

@@ -1,0 +1,80 @@
+"""What the engine refuses in the middle of a run: a loss, a gradient, a model or an optimizer that is not as it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rgp.errors import WrongUseError
+from rgp.slots import Slot
+
+
+def loss_weights(loss: Any, m: int, reduction: str, *, views: int) -> Tensor:
+    """What to backpropagate so that each of m examples' own gradient arrives, whatever the reduction was."""
+    if not isinstance(loss, Tensor):
+        raise WrongUseError(f"run.step takes the loss as a tensor; got {type(loss).__name__}")
+    if reduction == "none":
+        if loss.shape != (m,):
+            raise WrongUseError(
+                f"loss_reduction='none' needs one loss per example, shape ({m},); got shape {tuple(loss.shape)}"
+            )
+    elif loss.numel() != 1:
+        raise WrongUseError(
+            f"run.step takes a scalar loss; got shape {tuple(loss.shape)}. Reduce it over the examples "
+            "(loss_reduction='mean' or 'sum'), or pass loss_reduction='none' to privatize for one loss per example."
+        )
+    if not loss.requires_grad:
+        raise WrongUseError(
+            "the loss is not attached to the model: it was computed under no_grad, detached, or before this batch"
+        )
+    return torch.full_like(loss, (m if reduction == "mean" else 1) / views)
+
+
+def check_captured(parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
+    """No trained parameter may have received an ordinary gradient, and some must have received a captured one."""
+    for name in slots:
+        if parameters[name].grad is not None:
+            raise WrongUseError(
+                f"parameter {name!r} was used outside the capture of this batch (before the loop, in another thread, or "
+                "in a cached tensor), so its gradient cannot be clipped per example. Compute the loss from the batch."
+            )
+    if not any(slot.used for slot in slots.values()):
+        raise WrongUseError("the loss is not attached to the model: no trained parameter took part in computing it")
+
+
+def check_unchanged(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], trained: set[str]
+) -> None:
+    """The model, the plan and the optimizer still belong together."""
+    current = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        now = current.pop(name, None)
+        if now is not parameter:
+            raise WrongUseError(f"parameter {name!r} was replaced or removed after privatize; make a new run")
+        if now.requires_grad != (name in trained):
+            raise WrongUseError(
+                f"requires_grad of parameter {name!r} was changed after privatize. Set it before, or use overrides."
+            )
+    if current:
+        raise WrongUseError(f"parameter {next(iter(current))!r} was added after privatize; make a new run")
+    check_optimizer(optimizer, parameters, trained)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], trained: set[str]) -> None:
+    """It holds all that the plan trains, and nothing that is not the model's."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name in parameters if name in trained and id(parameters[name]) not in held]
+    if missing:
+        raise ValueError(
+            f"the optimizer lacks {len(missing)} parameters that the plan trains, {missing[0]!r} among them. Add them to the "
+            "optimizer, or freeze them with the method's overrides."
+        )
+    known = {id(p) for p in parameters.values()}
+    foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ValueError(
+            f"the optimizer holds {foreign} tensors that are not parameters of the model; give them another one"
+        )
