@@ -1,8 +1,11 @@
-"""How much of a batch gradient's energy carriers of each source hold, on a finished run of SST-2: python sst2_energy.py RUN
+"""What carriers of each source keep, on a finished run of SST-2: python sst2_energy.py RUN
 
-Sums over all carried matrices, |P(G)|^2 / |G|^2, with exact principal subspaces. `own` is the gradient's own subspace, `other
-batch` that of 512 other rows; `films` and `noise` are the derivatives of logits on 32 public sentences and on random tokens
-(rgp.without_labels). Reads private gradients: nothing of it is released.
+Sums over all carried matrices, |P(G)|^2 / |G|^2, with exact principal subspaces, for two things: G the gradient of a batch of
+512, which is what is to be learned, and G the derivative of one validation sentence's logit (mean over 48), which says how much
+of the noise's effect on predictions is left: to first order noise Z moves that logit by <G, Z>, and projected noise by <P(G), Z>.
+
+`own` is the gradient's own subspace, `other batch` that of 512 other rows; `films` and `noise` are the derivatives of logits on
+32 public sentences and on random tokens (rgp.without_labels). Reads private gradients: nothing of it is released.
 """
 
 from __future__ import annotations
@@ -19,19 +22,24 @@ from torch import Tensor
 import rgp
 from rgp.train import language, setup, weights
 
-BATCH, RANKS = 512, (1, 2, 8)
+BATCH, SENTENCES, RANKS = 512, 48, (1, 2, 8, 16)
 Matrices = dict[str, Tensor]
 
 
-def held(gradient: Matrices, basis: Matrices, rank: int) -> float:
+def subspaces(matrices: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
+    found = {name: torch.linalg.svd(matrix.detach(), full_matrices=False) for name, matrix in matrices.items()}
+    return {name: (U[:, : max(RANKS)], V[: max(RANKS)]) for name, (U, _, V) in found.items()}
+
+
+def kept(matrices: Matrices, basis: dict[str, tuple[Tensor, Tensor]], rank: int) -> tuple[float, float]:
+    """The energy inside the carriers' reach, and all of it."""
     missed = energy = 0.0
-    for name, G in gradient.items():
-        U, _, V = torch.linalg.svd(basis[name].detach(), full_matrices=False)
-        L, R = U[:, :rank], V[:rank]
+    for name, G in matrices.items():
+        L, R = basis[name][0][:, :rank], basis[name][1][:rank]
         outside = G - L @ (L.T @ G)
         missed += float((outside - (outside @ R.T) @ R).square().sum())
         energy += float(G.square().sum())
-    return 1 - missed / energy
+    return energy - missed, energy
 
 
 def main(run: Path) -> None:
@@ -60,13 +68,31 @@ def main(run: Path) -> None:
         )
         return derivative(rgp.without_labels(lambda: model(**inputs()).logits)())
 
+    def logit(row: int) -> Matrices:
+        batch = data.collate_fn([data.test[row]])
+        del batch["labels"]
+        against, for_it = model(**batch).logits[0]
+        return derivative(for_it - against)
+
     gradient = batch_gradient()
     sources = {"own": gradient, "other batch": batch_gradient(), "films": public("films"), "noise": public("noise")}
-    sources |= {"history": {name: parameters[name] - initial[name] for name in carried}, "weight": parameters}
+    sources |= {"history": {name: parameters[name] - initial[name] for name in carried}}
+    sources |= {"weight": {name: parameters[name] for name in carried}}
     sources |= {"random": {name: torch.randn_like(G) for name, G in gradient.items()}}
-    for source, basis in sources.items():
-        shares = ", ".join(f"rank {rank} {held(gradient, basis, rank):.2f}" for rank in RANKS)
-        print(f"{source:12} {shares}", flush=True)
+    bases = {source: subspaces(matrices) for source, matrices in sources.items()}
+    logits = dict.fromkeys(((source, rank) for source in bases for rank in RANKS), torch.zeros(2))
+    for row in range(0, len(data.test), len(data.test) // SENTENCES)[:SENTENCES]:
+        one = logit(row)
+        for source, rank in logits:
+            logits[source, rank] = logits[source, rank] + torch.tensor(kept(one, bases[source], rank))
+    for source, basis in bases.items():
+        signal = ", ".join(f"rank {rank} {share(*kept(gradient, basis, rank)):.2f}" for rank in RANKS)
+        noise = ", ".join(f"rank {rank} {share(*logits[source, rank].tolist()):.2f}" for rank in RANKS)
+        print(f"{source:12} batch gradient: {signal}; logits: {noise}", flush=True)
+
+
+def share(part: float, whole: float) -> float:
+    return part / whole
 
 
 if __name__ == "__main__":
