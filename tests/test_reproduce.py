@@ -429,15 +429,16 @@ def test_figures_are_drawn_and_marked(small):
 
 
 def test_lines_of_a_figure_can_be_told_apart():
-    from rgp.reproduce.figures import looks
+    from rgp.reproduce.figures import legend, looks
 
     names = [
         f"{who}, {part}: {kind}" for who in ("Full", "RGP") for part in "ab" for kind in ("own", "earlier", "random")
     ]
-    lines, legend = looks(names)
-    found = dict(zip(names, lines, strict=True))
-    assert len(set(lines)) == len(names)
-    assert found["Full, a: own"][0] == found["RGP, b: own"][0] == legend["own"][0] != found["RGP, b: random"][0]
-    assert found["RGP, b: own"][1] == legend["RGP, b"][1]
-    lines, legend = looks([str(i) for i in range(20)])
-    assert len(set(lines)) == len(legend) == 20
+    found = looks(names + names[:3])  # of two panels
+    assert len(set(found.values())) == len(names)
+    assert found["Full, a: own"][0] == found["RGP, b: own"][0] != found["RGP, b: random"][0]
+    assert legend(found)["own"][0] == found["RGP, b: own"][0]
+    assert legend(found)["RGP, b"][1] == found["RGP, b: own"][1]
+    assert set(legend(found)) == {"own", "earlier", "random", "Full, a", "Full, b", "RGP, a", "RGP, b"}
+    found = looks([str(i) for i in range(20)])
+    assert len(set(found.values())) == len(legend(found)) == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,21 +14,36 @@ STYLES = ("-", "--", ":", "-.")
 WIDTH, HEIGHT, INSIDE = 5.2, 3.4, 4  # of a panel in inches; entries of a legend that have room in it
 
 
-def looks(names: list[str]) -> tuple[list[tuple[str, str]], dict[str, tuple[str, str]]]:
-    """Colour and style of every line, and of every entry of the legend.
+Look = tuple[str, str]  # colour, style
 
-    Of names such as "RGP, head: own" the part after the colon has the colour and the part before it the style, and the legend
-    lists both parts; others are listed one by one.
+
+def looks(names: Iterable[str]) -> dict[str, Look]:
+    """Of every line of a figure, so that a name looks the same in all of its panels.
+
+    Of names such as "RGP, head: own" the part after the colon has the colour and the part before it the style.
     """
-    parts = [name.partition(": ")[::2] for name in names]
-    if not all(kind for _, kind in parts):
-        lines = [(f"C{i % 6}", STYLES[i // 6 % len(STYLES)]) for i in range(len(names))]
-        return lines, dict(zip(names, lines, strict=True))
-    styles = {whole: STYLES[i % len(STYLES)] for i, whole in enumerate(dict.fromkeys(whole for whole, _ in parts))}
-    colours = {kind: f"C{i}" for i, kind in enumerate(dict.fromkeys(kind for _, kind in parts))}
-    legend = {kind: (colour, "-") for kind, colour in colours.items()}
-    legend |= {whole: ("black", style) for whole, style in styles.items()}
-    return [(colours[kind], styles[whole]) for whole, kind in parts], legend
+    names = list(dict.fromkeys(names))
+    if not all(kind for _, kind in map(_in_two, names)):
+        return {name: (f"C{i % 6}", STYLES[i // 6 % len(STYLES)]) for i, name in enumerate(names)}
+    wholes, kinds = (list(dict.fromkeys(parts)) for parts in zip(*map(_in_two, names), strict=True))
+    return {
+        name: (f"C{kinds.index(kind)}", STYLES[wholes.index(whole) % len(STYLES)])
+        for name in names
+        for whole, kind in [_in_two(name)]
+    }
+
+
+def legend(lines: Mapping[str, Look]) -> dict[str, Look]:
+    """An entry for every line; or, of names in two parts, for every part."""
+    if not all(kind for _, kind in map(_in_two, lines)):
+        return dict(lines)
+    kinds = {_in_two(name)[1]: (colour, "-") for name, (colour, _) in lines.items()}
+    return kinds | {_in_two(name)[0]: ("black", style) for name, (_, style) in lines.items()}
+
+
+def _in_two(name: str) -> tuple[str, str]:
+    whole, _, kind = name.partition(": ")
+    return whole, kind
 
 
 def draw(section: Section, path: Path) -> None:
@@ -35,18 +51,19 @@ def draw(section: Section, path: Path) -> None:
     lines = -(-len(section.panels) // columns)
     figure = Figure(figsize=(max(7.0, WIDTH * columns), 0.9 + HEIGHT * lines), layout="constrained")
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+    look = looks(name for panel in sorted(section.panels, key=lambda panel: -len(panel.lines)) for name in panel.lines)
     for axes, panel in zip(grid, section.panels, strict=False):
-        drawn, legend = looks(list(panel.lines))
-        for points, (colour, style) in zip(panel.lines.values(), drawn, strict=True):
-            axes.plot(*zip(*points, strict=True), style, marker=".", color=colour)
-        handles = [axes.plot([], [], style, color=colour)[0] for colour, style in legend.values()]
+        for name, points in panel.lines.items():
+            axes.plot(*zip(*points, strict=True), look[name][1], marker=".", color=look[name][0])
+        entries = legend({name: look[name] for name in panel.lines})
+        handles = [axes.plot([], [], style, color=colour)[0] for colour, style in entries.values()]
         axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
         ticks = sorted({x for points in panel.lines.values() for x, _ in points})
         if len(ticks) <= 8 and all(b - a > (ticks[-1] - ticks[0]) / 20 for a, b in pairwise(ticks)):
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.spines[["top", "right"]].set_visible(False)
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2} if len(legend) > INSIDE else {}
-        axes.legend(handles, list(legend), frameon=False, fontsize=7, **below)
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2} if len(entries) > INSIDE else {}
+        axes.legend(handles, list(entries), frameon=False, fontsize=7, **below)
     for axes in grid[len(section.panels) :]:
         axes.set_visible(False)
     if section.private:
