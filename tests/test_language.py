@@ -456,6 +456,19 @@ def test_train_with_pooling_head_lr_and_optimizer(bert_folder, tmp_path, optimiz
     assert isinstance(PooledClassifier.from_pretrained(tmp_path / "run" / "model"), nn.Module)
 
 
+def test_biases_and_norms_may_have_a_rate_of_their_own(bert_folder, tmp_path):
+    from rgp.train import setup
+
+    write_rows(tmp_path / "data", "sst2")
+    changes = {"optimizer.head_lr": 0.05, "optimizer.bias_lr": 0.02}
+    made = setup.make(settings(changes_for(bert_folder, tmp_path / "data", **changes)))
+    matrices, vectors, head = made.optimizer.param_groups
+    assert [g["lr"] for g in (matrices, vectors, head)] == [0.001, 0.02, 0.05]
+    assert {p.ndim for p in matrices["params"]} == {2} and {p.ndim for p in vectors["params"]} == {1}
+    assert [tuple(p.shape) for p in head["params"]] == [(2, 16), (2,)]
+    assert sum(len(g["params"]) for g in made.optimizer.param_groups) == len(list(made.model.parameters()))
+
+
 def test_head_first_keeps_the_body_still_and_then_trains_it(bert_folder, tmp_path):
     from rgp.train import setup
 

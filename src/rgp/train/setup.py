@@ -224,16 +224,18 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def parameter_groups(config: Config, model: nn.Module) -> list[Any]:
-    """All parameters; with a head_lr, the head's in a group of their own."""
-    if config.optimizer.head_lr is None:
+    """All parameters; with a bias_lr, vectors in a group of their own, and with a head_lr the head's, which is the last."""
+    settings = config.optimizer
+    if settings.bias_lr is None and settings.head_lr is None:
         return list(model.parameters())
+    rates = {"": settings.lr, "bias": settings.bias_lr, "head": settings.head_lr}
     plan = rgp.make_plan(model, make_method(config.method))
     head = {e.name for e in plan if e.kind in ("head", "head_bias")}
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for n, p in named if n not in head]},
-        {"params": [p for n, p in named if n in head], "lr": config.optimizer.head_lr},
-    ]
+    groups: dict[str, list[Tensor]] = {kind: [] for kind, rate in rates.items() if rate is not None}
+    for name, parameter in model.named_parameters():
+        kind = "head" if name in head else "bias" if parameter.ndim == 1 else ""
+        groups[kind if kind in groups else ""].append(parameter)
+    return [{"params": group, "lr": rates[kind]} for kind, group in groups.items()]
 
 
 def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -254,7 +256,9 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) 
             return 0.1 ** sum(done >= at for at in (0.3, 0.6, 0.8))
         return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.schedule]
 
-    begins = [round(settings.head_first * steps), 0][-len(optimizer.param_groups) :]  # of the body, of the head
+    begins = [round(settings.head_first * steps)] * len(optimizer.param_groups)
+    if settings.head_lr is not None:
+        begins[-1] = 0
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, [lambda step, begin=begin: factor(step, begin) for begin in begins]
     )
