@@ -9,16 +9,17 @@ from driver import by_setting
 from plots import draw_methods
 
 METHODS = {
-    "rgp-public": "RGP",
-    "dpsgd-clip2": "DP-SGD",
+    "rgp-r16": "RGP",
+    "rgp-public": "RGP, rank 2",
     "rgp": "RGP, first settings",
     "rgp-random": "RGP-random",
+    "dpsgd-lr2e-3": "DP-SGD",
     "dpsgd": "DP-SGD, first settings",
-    "dp-lora": "DP-LoRA",
-    "bitfit": "BiTFiT",
+    "bitfit-lr1e-2": "BiTFiT",
+    "dp-lora-lr1e-2": "DP-LoRA",
     "linear": "linear probing",
 }
-LINES = ("#1b7f5c", "#c2571a", "#4fa886", "#a7d3bf", "#dd9c74", "#5b6bb5", "#8c6d31", "#777777")
+LINES = ("#1b7f5c", "#4fa886", "#86c2a8", "#b9dccd", "#c2571a", "#dd9c74", "#8c6d31", "#5b6bb5", "#777777")
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
