@@ -129,7 +129,7 @@ class OptimizerConfig:
     lr: float = key(0.1, number(0, above=True), "learning rate")
     head_lr: float | None = key(None, number(0, above=True), "learning rate of the head, if it has its own")
     bias_lr: float | None = key(
-        None, number(0, above=True), "learning rate of biases and norms, if they have their own: 10 times lr is a start"
+        None, number(0, above=True), "learning rate of biases and norms, if they have their own"
     )
     head_first: float = key(
         0.0, number(0, high=1, below=True), "with head_lr: share of the steps in which only the head learns"
