@@ -1,0 +1,140 @@
+"""The tables of docs/results-sst2.md, from the kept results: whatever stands between `<!-- NAME -->` and `<!-- end -->` there.
+
+python experiments/sst2_page.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from driver import HERE, by_setting, mean_and_error, read, verdict
+from sst2 import RESULTS
+
+PAGE = HERE.parent / "docs" / "results-sst2.md"
+Rows = list[dict[str, Any]]
+HEAD = ("method", "noise dimensions", "epsilon", "seeds", "validation", "held-out rows", "CPU s")
+METHODS = {
+    "rgp-r16": "RGP, rank 16",
+    "dpsgd-lr2e-3": "DP-SGD",
+    "dp-lora-lr1e-2": "DP-LoRA, rank 8",
+    "bitfit-lr1e-2": "BiTFiT",
+    "linear": "linear probing",
+    "rgp-public": "RGP, rank 2",
+    "dpsgd-clip2": "DP-SGD at rate 1e-3",
+    "rgp": "RGP, first settings",
+    "rgp-random": "RGP-random, first settings",
+    "dpsgd": "DP-SGD, first settings",
+    "dp-lora": "DP-LoRA, first settings",
+    "bitfit": "BiTFiT, first settings",
+}
+NOT_PRIVATE = {
+    "nonprivate": "full fine-tuning, not private",
+    "rgp-np": "RGP without clip and noise, rank 8",
+    "linear-np": "linear probing without noise",
+}
+RGP, DPSGD, LORA, BITFIT, LINEAR = list(METHODS)[:5]
+
+# What every method was given: a row of the table, and the tuning run of RGP, DP-SGD, DP-LoRA, BiTFiT and linear probing
+TRIED: dict[str, tuple[str | None, ...]] = {}
+
+
+def main() -> None:
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), read(RESULTS)), encoding="utf-8")
+
+
+def filled(text: str, rows: Rows) -> str:
+    def block(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{TABLES[match[1]](rows)}\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?\n<!-- end -->", block, text, flags=re.DOTALL)
+
+
+def accuracy(rows: Rows) -> str:
+    """Every method at both epsilons, then what is not private."""
+    validation, held_out = by_setting(rows), by_setting(rows, measure="accuracy_held_out")
+
+    def line(name: str, label: str, epsilon: str) -> tuple[str, ...]:
+        runs = [row for row in rows if row["name"].startswith(f"tables/{name}/")]
+        seconds = mean_and_error([row["cpu_seconds"] for row in runs])[0]
+        noise = f"{runs[0]['noise_dimensions']:,}" if epsilon != "none" else "-"
+        return label, noise, epsilon, str(len(runs)), words(validation[name]), words(held_out[name]), f"{seconds:.0f}"
+
+    private = [
+        line(f"{name}-e{epsilon}", label, str(epsilon))
+        for epsilon in (8, 3)
+        for name, label in METHODS.items()
+        if f"{name}-e{epsilon}" in validation
+    ]
+    return table(HEAD, [*private, *(line(name, label, "none") for name, label in NOT_PRIVATE.items())])
+
+
+def differences(rows: Rows) -> str:
+    """RGP less each of the others, paired by seed."""
+    lines = []
+    for epsilon in (8, 3):
+        for name in (DPSGD, LORA, BITFIT, LINEAR):
+            a, b = f"{RGP}-e{epsilon}", f"{name}-e{epsilon}"
+            cells = []
+            for measure in ("accuracy", "accuracy_held_out"):
+                found = by_setting(rows, measure=measure)
+                difference, error, word = verdict(found[a], found[b])
+                cells.append(f"{difference:+.1f}" + (f" ± {error:.1f}: **{word}**" if error is not None else ""))
+            lines.append((METHODS[name], str(epsilon), *cells, f"{seconds(rows, a) / seconds(rows, b):.2f}"))
+    return table(("RGP less", "epsilon", "validation", "held-out rows", "CPU time, ratio"), lines)
+
+
+def effort(rows: Rows) -> str:
+    """The trials that all methods were given, side by side."""
+    found = {name: seeds[0] for name, seeds in by_setting(rows, "tuning").items()}
+    lines = []
+    for label, names in TRIED.items():
+        lines.append((label, *(f"{found[name]:.1f}" if name in found else "" for name in names)))
+    counts = [sum(name in found for name in {names[i] for names in TRIED.values()}) for i in range(5)]
+    lines.append(("trials", *map(str, counts)))
+    return table(("on the tuning rows", "RGP", "DP-SGD", "DP-LoRA", "BiTFiT", "linear"), lines)
+
+
+def tuning(rows: Rows) -> str:
+    """Every tuning run, the best first."""
+    runs = [row for row in rows if row["name"].startswith("tuning/")]
+    runs.sort(key=lambda row: -row["accuracy"])
+    return table(
+        ("run", "accuracy"),
+        [(row["name"].split("/")[1] + remark(row), f"{100 * row['accuracy']:.1f}") for row in runs],
+    )
+
+
+def remark(row: dict[str, Any]) -> str:
+    """What the name of a tuning run leaves unsaid."""
+    steps, batch = row["set"]["training.steps"], row["set"]["training.batch_size"]
+    size = "" if (steps, batch) == (60, 256) else f"{steps} steps of {batch}"
+    private = "" if row["epsilon"] is not None else "not private"
+    said = ", ".join(filter(None, (private, size)))
+    return f" ({said})" if said else ""
+
+
+def seconds(rows: Rows, name: str) -> float:
+    return mean_and_error([row["cpu_seconds"] for row in rows if row["name"].startswith(f"tables/{name}/")])[0]
+
+
+def words(seeds: dict[int, float]) -> str:
+    mean, error = mean_and_error(list(seeds.values()))
+    return f"{mean:.1f}" + (f" ± {error:.1f}" if error is not None else "")
+
+
+def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    rule = ("---",) * len(head)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
+
+
+TABLES: dict[str, Callable[[Rows], str]] = {
+    "accuracy": accuracy,
+    "differences": differences,
+    "effort": effort,
+    "tuning": tuning,
+}
+
+if __name__ == "__main__":
+    main()
