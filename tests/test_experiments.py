@@ -15,6 +15,7 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 import driver  # noqa: E402
 import sst2  # noqa: E402
+import sst2_page  # noqa: E402
 import vision  # noqa: E402
 
 BOTH = pytest.mark.parametrize("script", [vision, sst2], ids=["vision", "sst2"])
@@ -51,6 +52,20 @@ def test_the_kept_results_have_the_settings_that_the_list_says_today(script):
         job = planned[row["name"]]
         changes = [f"{key}={json.dumps(value)}" for key, value in {**job["set"], "run.seed": job["seed"]}.items()]
         assert fingerprint(config.load(preset=job["preset"], changes=changes)) == row["settings"], row["name"]
+
+
+def test_the_tables_of_the_page_are_those_of_the_kept_results():
+    text = sst2_page.PAGE.read_text(encoding="utf-8")
+    rows = driver.read(sst2.RESULTS)
+    assert all(f"<!-- {name} -->" in text for name in sst2_page.TABLES)
+    assert sst2_page.filled(text, rows) == text, "run: python experiments/sst2_page.py"
+    rows[0] = {**rows[0], "accuracy": rows[0]["accuracy"] + 0.01}
+    assert sst2_page.filled(text, rows) != text
+
+
+def test_the_page_compares_planned_runs():
+    tuned = {job["name"].split("/")[1] for job in driver.planned(sst2.LIST, "tuning")}
+    assert {name for names in sst2_page.TRIED.values() for name in names} - {None} <= tuned
 
 
 def test_a_win_is_a_paired_difference_above_two_standard_errors():
