@@ -15,26 +15,34 @@ from sst2 import RESULTS
 PAGE = HERE.parent / "docs" / "results-sst2.md"
 Rows = list[dict[str, Any]]
 HEAD = ("method", "noise dimensions", "epsilon", "seeds", "validation", "held-out rows", "CPU s")
-METHODS = {
+FINAL = {
     "rgp-r16": "RGP, rank 16",
-    "dpsgd-lr2e-3": "DP-SGD",
-    "dp-lora-lr1e-2": "DP-LoRA, rank 8",
-    "bitfit-lr1e-2": "BiTFiT",
-    "linear": "linear probing",
+    "dpsgd-ema": "DP-SGD, EMA",
+    "dp-lora-ema": "DP-LoRA, rank 8, EMA",
+    "bitfit-ema": "BiTFiT, EMA",
+    "linear-ema": "linear probing, EMA",
+}
+LONG = {"rgp-long": "RGP, rank 16, 200 steps of 1024"}
+OTHER = {
     "rgp-public": "RGP, rank 2",
-    "dpsgd-clip2": "DP-SGD at rate 1e-3",
+    "dpsgd-lr2e-3": "DP-SGD, no EMA",
+    "dpsgd-clip2": "DP-SGD, no EMA, rate 1e-3",
+    "dp-lora-lr1e-2": "DP-LoRA, no EMA",
+    "bitfit-lr1e-2": "BiTFiT, no EMA",
     "rgp": "RGP, first settings",
     "rgp-random": "RGP-random, first settings",
     "dpsgd": "DP-SGD, first settings",
     "dp-lora": "DP-LoRA, first settings",
     "bitfit": "BiTFiT, first settings",
+    "linear": "linear probing, first settings",
 }
 NOT_PRIVATE = {
     "nonprivate": "full fine-tuning, not private",
     "rgp-np": "RGP without clip and noise, rank 8",
     "linear-np": "linear probing without noise",
 }
-RGP, DPSGD, LORA, BITFIT, LINEAR = list(METHODS)[:5]
+RGP = "rgp-r16"
+COMPARED = {**{name: label for name, label in FINAL.items() if name != RGP}, "dpsgd-lr2e-3": OTHER["dpsgd-lr2e-3"]}
 
 # The trials that the methods share: a row of the table, and the tuning runs of RGP, DP-SGD, DP-LoRA, BiTFiT, linear probing
 TRIED: dict[str, tuple[str | None, ...]] = {
@@ -124,37 +132,38 @@ def filled(text: str, rows: Rows) -> str:
     return re.sub(r"<!-- (\w+) -->\n.*?\n<!-- end -->", block, text, flags=re.DOTALL)
 
 
-def accuracy(rows: Rows) -> str:
-    """Every method at both epsilons, then what is not private."""
-    validation, held_out = by_setting(rows), by_setting(rows, measure="accuracy_held_out")
+def final(rows: Rows) -> str:
+    """Every method with the settings that were best for it, then what is not private."""
+    lines = [line(rows, f"{name}-e{e}", label, str(e)) for e in (8, 3) for name, label in (FINAL | LONG).items()]
+    return table(HEAD, [*lines, *(line(rows, name, label, "none") for name, label in NOT_PRIVATE.items())])
 
-    def line(name: str, label: str, epsilon: str) -> tuple[str, ...]:
-        runs = [row for row in rows if row["name"].startswith(f"tables/{name}/")]
-        seconds = mean_and_error([row["cpu_seconds"] for row in runs])[0]
-        noise = f"{runs[0]['noise_dimensions']:,}" if epsilon != "none" else "-"
-        return label, noise, epsilon, str(len(runs)), words(validation[name]), words(held_out[name]), f"{seconds:.0f}"
 
-    private = [
-        line(f"{name}-e{epsilon}", label, str(epsilon))
-        for epsilon in (8, 3)
-        for name, label in METHODS.items()
-        if f"{name}-e{epsilon}" in validation
-    ]
-    return table(HEAD, [*private, *(line(name, label, "none") for name, label in NOT_PRIVATE.items())])
+def other(rows: Rows) -> str:
+    return table(HEAD, [line(rows, f"{name}-e{e}", label, str(e)) for name, label in OTHER.items() for e in (8, 3)])
+
+
+def line(rows: Rows, name: str, label: str, epsilon: str) -> tuple[str, ...]:
+    """Of the table of accuracies; empty if there is no such run."""
+    runs = [row for row in rows if row["name"].startswith(f"tables/{name}/")]
+    if not runs:
+        return ()
+    noise = f"{runs[0]['noise_dimensions']:,}" if epsilon != "none" else "-"
+    measured = (words([100 * row[key] for row in runs]) for key in ("accuracy", "accuracy_held_out"))
+    return label, noise, epsilon, str(len(runs)), *measured, f"{seconds(rows, name):.0f}"
 
 
 def differences(rows: Rows) -> str:
     """RGP less each of the others, paired by seed."""
     lines = []
     for epsilon in (8, 3):
-        for name in (DPSGD, LORA, BITFIT, LINEAR):
+        for name, label in COMPARED.items():
             a, b = f"{RGP}-e{epsilon}", f"{name}-e{epsilon}"
             cells = []
             for measure in ("accuracy", "accuracy_held_out"):
                 found = by_setting(rows, measure=measure)
                 difference, error, word = verdict(found[a], found[b])
                 cells.append(f"{difference:+.1f}" + (f" ± {error:.1f}: **{word}**" if error is not None else ""))
-            lines.append((METHODS[name], str(epsilon), *cells, f"{seconds(rows, a) / seconds(rows, b):.2f}"))
+            lines.append((label, str(epsilon), *cells, f"{seconds(rows, a) / seconds(rows, b):.2f}"))
     return table(("RGP less", "epsilon", "validation", "held-out rows", "CPU time, ratio"), lines)
 
 
@@ -194,18 +203,19 @@ def seconds(rows: Rows, name: str) -> float:
     return mean_and_error([row["cpu_seconds"] for row in rows if row["name"].startswith(f"tables/{name}/")])[0]
 
 
-def words(seeds: dict[int, float]) -> str:
-    mean, error = mean_and_error(list(seeds.values()))
+def words(values: list[float]) -> str:
+    mean, error = mean_and_error(values)
     return f"{mean:.1f}" + (f" ± {error:.1f}" if error is not None else "")
 
 
 def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
     rule = ("---",) * len(head)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *filter(None, lines)))
 
 
 TABLES: dict[str, Callable[[Rows], str]] = {
-    "accuracy": accuracy,
+    "final": final,
+    "other": other,
     "differences": differences,
     "effort": effort,
     "tuning": tuning,

@@ -9,24 +9,26 @@ from driver import by_setting
 from plots import draw_methods
 
 METHODS = {
-    "rgp-r16": "RGP",
-    "rgp-public": "RGP, rank 2",
-    "rgp": "RGP, first settings",
-    "rgp-random": "RGP-random",
-    "dpsgd-lr2e-3": "DP-SGD",
-    "dpsgd": "DP-SGD, first settings",
-    "bitfit-lr1e-2": "BiTFiT",
-    "dp-lora-lr1e-2": "DP-LoRA",
-    "linear": "linear probing",
+    "rgp-long": ("RGP, 200 steps of 1024", "#0d4733"),
+    "rgp-r16": ("RGP", "#1b7f5c"),
+    "rgp-public": ("RGP, rank 2", "#4fa886"),
+    "rgp": ("RGP, first settings", "#86c2a8"),
+    "rgp-random": ("RGP-random", "#b9dccd"),
+    "dpsgd-ema": ("DP-SGD, EMA", "#c2571a"),
+    "dpsgd-lr2e-3": ("DP-SGD", "#dd9c74"),
+    "bitfit-ema": ("BiTFiT, EMA", "#8c6d31"),
+    "dp-lora-ema": ("DP-LoRA, EMA", "#5b6bb5"),
+    "linear-ema": ("linear probing, EMA", "#777777"),
 }
-LINES = ("#1b7f5c", "#4fa886", "#86c2a8", "#b9dccd", "#c2571a", "#dd9c74", "#8c6d31", "#5b6bb5", "#777777")
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     references = {"nonprivate": ("full fine-tuning,\nnot private", "--")}
     found = by_setting(rows, measure="accuracy_held_out")
     label = "accuracy on 5,000 held-out training rows of SST-2 in %"
-    draw_methods(found, METHODS, references, label, folder / "sst2-methods.png")
+    draw_methods(
+        found, {name: label for name, (label, _) in METHODS.items()}, references, label, folder / "sst2-methods.png"
+    )
     draw_curves(rows, folder / "sst2-curves.png")
 
 
@@ -40,7 +42,7 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     }
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    for (name, label), colour in zip(METHODS.items(), LINES, strict=True):
+    for name, (label, colour) in METHODS.items():
         if f"{name}-e8" in curves:
             steps, values = zip(*curves[f"{name}-e8"], strict=True)
             axes.plot(steps, [100 * v for v in values], "o-", markersize=3, color=colour, label=label)
