@@ -158,6 +158,8 @@ def differences(rows: Rows) -> str:
     for epsilon in (8, 3):
         for name, label in COMPARED.items():
             a, b = f"{RGP}-e{epsilon}", f"{name}-e{epsilon}"
+            if b not in by_setting(rows):
+                continue
             cells = []
             for measure in ("accuracy", "accuracy_held_out"):
                 found = by_setting(rows, measure=measure)
