@@ -10,8 +10,9 @@ from plots import draw_methods
 
 METHODS = {
     "rgp-long": ("RGP, 200 steps of 1024", "#0d4733"),
-    "rgp-r16": ("RGP", "#1b7f5c"),
-    "rgp-public": ("RGP, rank 2", "#4fa886"),
+    "rgp-r16-ema": ("RGP, EMA", "#1b7f5c"),
+    "rgp-r16": ("RGP", "#3c9977"),
+    "rgp-public": ("RGP, rank 2", "#66b394"),
     "rgp": ("RGP, first settings", "#86c2a8"),
     "rgp-random": ("RGP-random", "#b9dccd"),
     "dpsgd-ema": ("DP-SGD, EMA", "#c2571a"),
