@@ -24,7 +24,7 @@ METHODS = {
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
-    references = {"nonprivate": ("full fine-tuning,\nnot private", "--")}
+    references = {"nonprivate": ("full fine-tuning,\nnot private,\n60 steps of 512", "--")}
     found = by_setting(rows, measure="accuracy_held_out")
     label = "accuracy on 5,000 held-out training rows of SST-2 in %"
     draw_methods(
