@@ -121,8 +121,8 @@ TRIED: dict[str, tuple[str | None, ...]] = {
         "bitfit-clip2-b512",
         "linear-clip2-b512",
     ),
-    "first settings: clip 0.1, dropout": (
-        "short-rgp-lr1e-3-momentum-headlr1e-2-head1",
+    "first settings": (
+        "short-rgp-lr1e-3",
         "short-dpsgd-lr1e-3",
         "short-dp-lora-lr3e-3",
         "short-bitfit-lr3e-3",
