@@ -12,6 +12,8 @@ from typing import Any
 from driver import HERE, by_setting, mean_and_error, read, verdict
 from sst2 import RESULTS
 
+from rgp.reproduce import markdown
+
 PAGE = HERE.parent / "docs" / "results-sst2.md"
 Rows = list[dict[str, Any]]
 HEAD = ("method", "noise dimensions", "epsilon", "seeds", "validation", "held-out rows", "CPU s")
@@ -55,72 +57,30 @@ PAIRS = (  # with EMA against with EMA, without against without, and the two set
     ("rgp-r16-ema", "linear-ema"),
 )
 
-# The trials that the methods share: a row of the table, and the tuning runs of RGP, DP-SGD, DP-LoRA, BiTFiT, linear probing
-TRIED: dict[str, tuple[str | None, ...]] = {
-    "half or a third of its best rate": (
-        "public-r16-clip2-lr5e-4",
-        "dpsgd-clip2",
-        "dp-lora-clip2",
-        "bitfit-clip2",
-        "linear-clip2-lr3e-3",
-    ),
-    "**its best rate, nothing else changed**": (
-        "public-r16-clip2",
-        "dpsgd-clip2-lr2e-3",
-        "dp-lora-clip2-lr1e-2",
-        "bitfit-clip2-lr1e-2",
-        "linear-clip2",
-    ),
-    "two or three times that": (
-        "public-r16-clip2-lr2e-3",
-        "dpsgd-clip2-lr4e-3",
-        "dp-lora-clip2-lr3e-2",
-        "bitfit-clip2-lr3e-2",
-        "linear-clip2-lr3e-2",
-    ),
-    "clip 10": ("public-r2-clip10", "dpsgd-clip10", "dp-lora-clip10", "bitfit-clip10", "linear-clip10"),
-    "head at 3e-3": (
-        "public-r2-clip2-headlr3e-3",
-        "dpsgd-clip2-headlr3e-3",
-        "dp-lora-clip2-headlr3e-3",
-        "bitfit-clip2-headlr3e-3",
-        None,
-    ),
-    "EMA 0.9, constant rate": (
-        "public-r16-clip2-ema",
-        "dpsgd-clip2-ema",
-        "dp-lora-clip2-ema",
-        "bitfit-clip2-ema",
-        "linear-clip2-ema",
-    ),
-    "SGD with momentum": (
-        "public-r2-clip2-sgd",
-        "dpsgd-clip2-sgd",
-        "dp-lora-clip2-sgd",
-        "bitfit-clip2-sgd",
-        "linear-clip2-sgd",
-    ),
-    "head first": (
-        "public-r16-clip2-head-first",
-        "dpsgd-clip2-head-first",
-        "dp-lora-clip2-head-first",
-        "bitfit-clip2-head-first",
-        None,
-    ),
-    "Adam, corrected for noise": (
-        "public-r16-clip2-corrected",
-        "dpsgd-clip2-corrected",
-        "dp-lora-clip2-corrected",
-        "bitfit-clip2-corrected",
-        None,
-    ),
-    "30 steps of 512, twice the rate": (
-        "public-r16-clip2-b512",
-        "dpsgd-clip2-b512",
-        "dp-lora-clip2-b512",
-        "bitfit-clip2-b512",
-        "linear-clip2-b512",
-    ),
+OTHERS = ("dpsgd", "dp-lora", "bitfit", "linear")
+
+
+def same(rgp: str, change: str) -> tuple[str, ...]:
+    """A trial that all had: RGP's tuning run, and those of the others, which are named after what was changed."""
+    return rgp, *(f"{method}-{change}" for method in OTHERS)
+
+
+def rates(*changes: str) -> tuple[str, ...]:
+    return f"public-r16-clip2{changes[0]}", *(f"{m}-clip2{c}" for m, c in zip(OTHERS, changes[1:], strict=True))
+
+
+# The trials that the methods share: a row of the table, and the tuning runs of RGP and of the others
+TRIED = {
+    "half or a third of its best rate": rates("-lr5e-4", "", "", "", "-lr3e-3"),
+    "**its best rate, nothing else changed**": rates("", "-lr2e-3", "-lr1e-2", "-lr1e-2", ""),
+    "two or three times that": rates("-lr2e-3", "-lr4e-3", "-lr3e-2", "-lr3e-2", "-lr3e-2"),
+    "clip 10": same("public-r2-clip10", "clip10"),
+    "head at 3e-3": same("public-r2-clip2-headlr3e-3", "clip2-headlr3e-3"),
+    "EMA 0.9, constant rate": same("public-r16-clip2-ema", "clip2-ema"),
+    "SGD with momentum": same("public-r2-clip2-sgd", "clip2-sgd"),
+    "head first": same("public-r16-clip2-head-first", "clip2-head-first"),
+    "Adam, corrected for noise": same("public-r16-clip2-corrected", "clip2-corrected"),
+    "30 steps of 512, twice the rate": same("public-r16-clip2-b512", "clip2-b512"),
     "first settings": (
         "short-rgp-lr1e-3",
         "short-dpsgd-lr1e-3",
@@ -129,7 +89,6 @@ TRIED: dict[str, tuple[str | None, ...]] = {
         "short-linear-lr1e-2",
     ),
 }
-AT_RANK_2 = ("public-r2-clip10", "public-r2-clip2-headlr3e-3", "public-r2-clip2-sgd")
 
 
 def main() -> None:
@@ -144,7 +103,7 @@ def filled(text: str, rows: Rows) -> str:
 
 
 def final(rows: Rows) -> str:
-    """Every method with the settings that were best for it, then what is not private."""
+    """Every method at its best rate, with EMA and without, then what is not private."""
     lines = [line(rows, f"{name}-e{e}", label, str(e)) for e in (8, 3) for name, label in (FINAL | LONG).items()]
     return table(HEAD, [*lines, *(line(rows, name, label, "none") for name, label in NOT_PRIVATE.items())])
 
@@ -155,7 +114,7 @@ def other(rows: Rows) -> str:
 
 def line(rows: Rows, name: str, label: str, epsilon: str) -> tuple[str, ...]:
     """Of the table of accuracies; empty if there is no such run."""
-    runs = [row for row in rows if row["name"].startswith(f"tables/{name}/")]
+    runs = runs_of(rows, name)
     if not runs:
         return ()
     noise = f"{runs[0]['noise_dimensions']:,}" if epsilon != "none" else "-"
@@ -185,8 +144,8 @@ def effort(rows: Rows) -> str:
     """The trials that the methods share, side by side, and how many there were."""
     found = {name: seeds[0] for name, seeds in by_setting(rows, "tuning").items()}
 
-    def cell(name: str | None) -> str:
-        return "" if name not in found else f"{found[name]:.1f}" + (" (rank 2)" if name in AT_RANK_2 else "")
+    def cell(name: str) -> str:
+        return "" if name not in found else f"{found[name]:.1f}" + (" (rank 2)" if "-r2-" in name else "")
 
     lines = [(label, *map(cell, names)) for label, names in TRIED.items()]
     counts = [sum(names[i] in found for names in TRIED.values()) for i in range(5)]
@@ -214,7 +173,11 @@ def remark(row: dict[str, Any]) -> str:
 
 
 def seconds(rows: Rows, name: str) -> float:
-    return mean_and_error([row["cpu_seconds"] for row in rows if row["name"].startswith(f"tables/{name}/")])[0]
+    return mean_and_error([row["cpu_seconds"] for row in runs_of(rows, name)])[0]
+
+
+def runs_of(rows: Rows, name: str) -> Rows:
+    return [row for row in rows if row["name"].startswith(f"tables/{name}/")]
 
 
 def words(values: list[float]) -> str:
@@ -223,8 +186,7 @@ def words(values: list[float]) -> str:
 
 
 def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
-    rule = ("---",) * len(head)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *filter(None, lines)))
+    return "\n".join(markdown.table(head, [line for line in lines if line]))
 
 
 TABLES: dict[str, Callable[[Rows], str]] = {

@@ -27,9 +27,8 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     references = {"nonprivate": ("full fine-tuning,\nnot private,\n60 steps of 512", "--")}
     found = by_setting(rows, measure="accuracy_held_out")
     label = "accuracy on 5,000 held-out training rows of SST-2 in %"
-    draw_methods(
-        found, {name: label for name, (label, _) in METHODS.items()}, references, label, folder / "sst2-methods.png"
-    )
+    names = {name: words for name, (words, _) in METHODS.items()}
+    draw_methods(found, names, references, label, folder / "sst2-methods.png")
     draw_curves(rows, folder / "sst2-curves.png")
 
 

@@ -24,10 +24,15 @@ def write(sections: Sequence[Section], path: Path, *, title: str, words: Sequenc
             written.append(picture)
             lines += [f"![{section.title}]({picture.relative_to(path.parent).as_posix()})", ""]
         if section.rows:
-            lines += [_line(section.headers), "|" + "---|" * len(section.headers), *map(_line, section.rows), ""]
+            lines += [*table(section.headers, section.rows), ""]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     return written
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    return [_line(headers), "|" + "---|" * len(headers), *map(_line, rows)]
 
 
 def _line(cells: Sequence[str]) -> str:
