@@ -39,6 +39,8 @@ def arguments(about: str | None, results: Path, data: str) -> argparse.Namespace
     given = parser.parse_args()
     if given.what != "show" and given.data is None:
         parser.error(f"--data is needed: the folder with {data}")
+    if given.plots is not None:
+        given.plots.mkdir(parents=True, exist_ok=True)
     return given
 
 
