@@ -185,6 +185,27 @@ def unreduced_loss(_):
 
 
 @fault
+def coupled_loss(_):
+    run = start(batch_size=SIZE)
+    for batch in run:
+        run.step(loss_of(run, batch) ** 2)
+
+
+@fault
+def uneven_mean(_):
+    run = start(batch_size=SIZE)
+    for x, y in run:
+        run.step(nn.functional.cross_entropy(run.model(x), y, weight=torch.tensor([1.0, 2.0])))
+
+
+@fault
+def parts_called(_):
+    run = start(batch_size=SIZE)
+    for x, y in run:
+        run.step(nn.functional.cross_entropy(run.model[2](run.model[0](x)), y))
+
+
+@fault
 def clip_grad(_):
     run = start()
     for batch in run:
@@ -292,13 +313,24 @@ def nan_example(_):
 def huge_example(_):
     def moved(scale):
         rows = [(x * scale if i == 0 else x * 0, y) for i, (x, y) in enumerate(data())]
-        run = start(dataset=rows, batch_size=SIZE, steps=1, noise_multiplier=0.0, clip=0.5, method=rgp.DPSGD())
+        run = start(
+            dataset=rows, batch_size=SIZE, steps=1, noise_multiplier=0.0, clip=0.5, method=rgp.DPSGD(), probe=False
+        )
         before = weight(run)
         for x, _y in run:
             run.step(run.model[0](x).sum() / len(x))  # the gradient of one row, and biases
         return float((weight(train(run)) - before).norm()) * SIZE / 0.1
 
     assert moved(1e30) <= moved(0.0) + 0.5 * 1.0001
+
+
+@fault
+def mixup(_):
+    def collate(items):
+        x, y = torch.utils.data.default_collate(items)
+        return 0.7 * x + 0.3 * x.roll(1, 0), y
+
+    train(start(collate_fn=collate))
 
 
 @fault

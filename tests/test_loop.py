@@ -1207,6 +1207,22 @@ def test_a_model_that_mixes_examples_is_refused():
     run.close()
 
 
+@pytest.mark.parametrize("bad", [0, 1, EXAMPLES - 1])
+def test_an_example_that_is_not_finite_does_not_hide_the_mixing(bad):
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    model = nn.Sequential(nn.Linear(8, 16), Centred(), nn.Linear(16, 3)).double()
+    data = [(x * math.nan if i == bad else x, y) for i, (x, y) in enumerate(examples())]
+    model, run = start(model, data=data, batch_size=EXAMPLES)
+    with pytest.raises(rgp.UnsupportedError, match="another example"):
+        for batch in run:
+            run.step(loss_of(model, batch))
+    assert run.epsilon() == 0
+    run.close()
+
+
 def test_several_rows_for_each_example_are_not_guessed():
     """Two views of each example: cat puts them far apart, stack and flatten next to each other. Shapes cannot tell."""
     views = {"apart": lambda x: torch.cat([x, 2 * x]), "together": lambda x: torch.stack([x, 2 * x], 1).flatten(0, 1)}
@@ -1301,6 +1317,15 @@ def test_check_sees_a_parameter_that_goes_around_the_capture():
             return F.linear(x, layer.weight)
 
     assert not rgp.check(model, padded(), over_each_example, loss_reduction="none").ok
+
+
+def test_check_does_not_take_nan_for_exact():
+    def undefined(model, batch):
+        return over_each_example(model, batch) / (batch["ids"][:, 0] != padded()["ids"][1, 0]).double().sqrt() * 0
+
+    result = rgp.check(Tagger(), padded(), undefined, loss_reduction="none")
+    assert not result.ok
+    assert result.worst == math.inf
 
 
 def test_check_needs_tensors():

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
 from rgp.errors import UnsupportedError, WrongUseError
+from rgp.losses import MEANS, Output, outputs_of, uneven
 from rgp.rules import ANYTIME, RULES
 from rgp.slots import Slot
 
@@ -44,6 +45,9 @@ class Capture(TorchFunctionMode):
         self.examples: int | None = None
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
+        self.keeps_outputs = False  # whether `outputs` are asked for
+        self.outputs: list[Output] = []  # of the rules, in this micro-batch
+        self.uneven_means: list[Output] = []
 
     def names(self) -> dict[int, str]:
         """Id of a trained parameter -> its name."""
@@ -52,11 +56,16 @@ class Capture(TorchFunctionMode):
     def begin(self, examples: int) -> None:
         self.examples = examples
         self.recomputes = False
-        self._derived.clear()
+        self._forget()
 
     def end(self) -> None:
         self.examples = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._derived.clear()
+        self.outputs.clear()
+        self.uneven_means.clear()
 
     def slot(self, tensor: Any) -> Slot | None:
         """The slot of a trained parameter, or of its transpose; None for anything else."""
@@ -97,12 +106,20 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _BATCH_NORMS:
             _refuse_batch_statistics(func, args, kwargs)
+        if func in MEANS:
+            result = func(*args, **kwargs)
+            if uneven(self.examples, args, kwargs):
+                self.uneven_means += outputs_of(result)
+            return result
         met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
         if not met:
             return func(*args, **kwargs)
         if (rule := RULES.get(func)) is not None:
             self.recomputes = self.recomputes or _saved_tensors_hooks(False) is not None
-            return rule(self, func, args, kwargs)
+            result = rule(self, func, args, kwargs)
+            if self.keeps_outputs:
+                self.outputs += outputs_of(result)
+            return result
         result = func(*args, **kwargs)
         # shapes, dtypes, detached copies and the like carry no gradient and need no rule
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,8 @@ def check(
             # a gradient that is zero by symmetry (the bias of attention's keys) is rounding on both sides
             scale = max(float(truth.norm()), 1e-6 * float(whole)) or 1.0
             missed = truth if found is None else found[i].detach() - truth
-            errors[name] = max(errors[name], float(missed.norm()) / scale)
+            error = float(missed.norm()) / scale
+            errors[name] = max(errors[name], math.inf if math.isnan(error) else error)
     floor = 1e-9 if double else 1e-3
     return Check(errors, floor if tolerance is None else tolerance)
 

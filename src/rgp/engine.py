@@ -33,7 +33,9 @@ from rgp.distributed import HERE, STOPS, Ranks, Standing, Traffic, is_sharded
 from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
+from rgp.losses import check_even, check_loss_apart
 from rgp.methods import RGP, DPPowerSGD, ResidualOff
+from rgp.mixing import Apart
 from rgp.moved import Moves
 from rgp.noise import NoiseSource
 from rgp.optimizers import AdamCorrected
@@ -81,6 +83,10 @@ class Run:
         self.plan, self.settings, self.ledger = plan, settings, ledger
         self.scheduler = scheduler
         self._streams, self._noise = streams, noise
+        if probe and collate_fn is not None:
+            collate_fn = Apart(collate_fn, "collate_fn", of_list=True)
+        if probe and augment is not None:
+            augment = Apart(augment, "augment", of_list=False)
         self._loading = {"collate_fn": collate_fn, "num_workers": workers, "pin_memory": pin_memory}
         self._lengths = check_lengths(lengths, settings.dataset_size)
         self._public_loss, self._augment = public_loss, augment
@@ -163,6 +169,7 @@ class Run:
         self.bad_examples = 0  # examples dropped for NaN or Inf: private, not covered by the guarantee
         self._forked: Any = None
         self._unproved = probe  # whether the model has yet to show that it keeps examples apart
+        self._loss_unproved = probe  # whether the loss has
         self._recorder: Recorder | None = None
         self._indices: list[int] = []  # the examples of the micro-batch that waits for its loss
         # for audits, which run this very engine: per-example gradients before clipping, releases before their use
@@ -250,6 +257,7 @@ class Run:
         self._failed = True
         try:
             self._probe(m)
+            self._probe_loss(loss, m)
             if any(slot.used for slot in self._slots.values()):
                 raise WrongUseError(
                     "a backward pass was run on this batch before run.step(loss), by torch.autograd.grad or "
@@ -642,6 +650,7 @@ class Run:
         self._waiting, self._last, self._view = m, last, view
         if self._unproved and m > 1 and not self._plain:
             self._recorder = Recorder(self.model)
+        self._capture.keeps_outputs = self._loss_unproved and m > 1
         self._forked = forked_rng(self._streams.torch_seed(self.step_index, part + (view << 36)))
         self._forked.__enter__()
         if not self._plain:
@@ -690,8 +699,14 @@ class Run:
     # ------------------------------------------------------------------ checks
 
     def _probe(self, m: int) -> None:
-        """Once per run: examples stay in their own rows (probe.py). A model that is not called as a whole is not probed."""
+        """Once per run: examples stay in their own rows (probe.py)."""
         ready = self._recorder is not None and self._recorder.call is not None
+        if self._recorder is not None and not ready and self._capture.outputs and not self._sharding.active:
+            self._unproved = False
+            warnings.warn(
+                "the loop does not call the model as a whole, model(...), so it was not checked that the model keeps the "
+                "examples of a batch apart. Check it once with rgp.check(model, batch, loss_fn): see docs/pitfalls.md."
+            )
         if not (self._all(ready) if self._sharding.active and self._unproved else ready):
             return
         assert self._recorder is not None and self._recorder.call is not None
@@ -701,6 +716,13 @@ class Run:
         every, some = (self._all, lambda found: not self._all(not found)) if self._sharding.active else (bool, bool)
         self._unproved = not check_examples_apart(self.model, self._recorder.call, m, names, seed, every, some)
         self._capture.examples = examples
+
+    def _probe_loss(self, loss: Tensor, m: int) -> None:
+        """The loss keeps the examples apart, as far as can be seen (losses.py)."""
+        check_even(loss, self._capture.uneven_means)
+        if self._capture.outputs and not self._capture.recomputes:
+            self._loss_unproved = False
+            check_loss_apart(loss, self._capture.outputs, m)
 
     def _all(self, flag: bool) -> bool:
         """Whether it holds on all ranks."""

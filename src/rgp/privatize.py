@@ -108,7 +108,8 @@ def privatize(
     public_loss: for source="public": computes a loss of the model on public data, such as rgp.without_labels(...). It may
         use torch's random numbers; they are the same after a resume.
     probe: once, before the first release, repeat the model's call with one example replaced, and refuse a model in which
-        that changes another example's activations.
+        that changes another example's activations; likewise collate_fn and augment in their first calls, and a loss that
+        couples examples. docs/pitfalls.md
     process_group: the torch.distributed processes that train together, by default all of them where torch.distributed is
         initialised. Every process makes this same call; the first one's weights are sent to the others. docs/distributed.md
     """

@@ -58,7 +58,7 @@ def check_examples_apart(
 ) -> bool:
     """Raise if replacing one example changes another's rows; `names` maps ids of trained parameters to names.
 
-    Returns False if the call cannot tell: its examples are all alike, or none of its tensors has them first.
+    Returns False if the call cannot tell: its examples are all alike, some are not finite, or no tensor has them first.
     every, some: whether something holds on all ranks, or on any, where they have to make the same passes.
     """
     rows = [len(leaf) for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
@@ -74,11 +74,10 @@ def check_examples_apart(
         return False
     assert swapped is not None
     before, after = _fingerprints(model, call, m, names, seed), _fingerprints(model, swapped, m, names, seed)
-    for (name, a, limit), (_, b, _) in zip(before, after, strict=False):
-        moved = (a - b).abs()[1:] > limit * (1 + a[:, 1:2].abs()[1:])
-        if bool(moved.any()):
+    for one, two in zip(before, after, strict=False):
+        if not bool(_still(one, two)[1:].all()):
             raise UnsupportedError(
-                f"at parameter {name!r} an example's activations changed when only another example of the batch was replaced. "
+                f"at parameter {one[0]!r} an example's activations changed when only another example of the batch was replaced. "
                 "Either the model mixes the examples of a batch (then no clipping bounds one example's influence), or its "
                 "activations do not have the examples in their first dimension (batch_first=True in nn.Transformer and "
                 "nn.MultiheadAttention). Nothing was released. See docs/pitfalls.md."
@@ -94,13 +93,14 @@ def check_examples_apart(
                 "(.expand(m, ...) before the operation), freeze the parameter, or use microbatch_size=1. Nothing was "
                 "released."
             )
-    return True
+    return every(all(bool(sums[1:].isfinite().all()) for _, sums, _ in before))
 
 
 def _still(one: Fingerprint, two: Fingerprint) -> Tensor:
     """Which rows did not change."""
     (_, a, limit), (_, b, _) = one, two
-    return ((a - b).abs() <= limit * (1 + a[:, 1:2].abs())).all(1)
+    near = (a - b).abs() <= limit * (1 + a[:, 1:2].abs())
+    return (near | ~(a.isfinite() | b.isfinite())).all(1)
 
 
 def _differ(one: Fingerprint) -> bool:

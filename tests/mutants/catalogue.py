@@ -430,6 +430,24 @@ PRIVATE = group(
         ("engine.py", "self._unproved = probe  #", "self._unproved = False  #"),
         by=("test_loop.py::test_a_model_that_mixes_examples_is_refused",),
     ),
+    mutant(
+        "mixup",
+        "batches in which examples were mixed are not refused",
+        ("mixing.py", "if (changed := self._changed_rows(given, m)) > 1:", "if (changed := 0):"),
+        by=("test_mixing.py::test_mixtures_are_refused[mixup]",),
+    ),
+    mutant(
+        "losses that couple examples",
+        "a gradient that depends on the outputs of others is not refused",
+        ("losses.py", "if any(bool((r[1:].abs() > limit).any()) for r in rows):", "if False:"),
+        by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[contrastive-rgp]",),
+    ),
+    mutant(
+        "means over everybody's tokens",
+        "a mean whose divisor depends on all labels is not refused",
+        ("losses.py", "return bool((counts != counts[0]).any())", "return False"),
+        by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[tokens-rgp]",),
+    ),
 )
 
 ACCOUNTING = group(

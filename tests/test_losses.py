@@ -1,0 +1,212 @@
+"""Losses that keep the examples apart run, others are refused before anything is released; `rgp.check` is the judge."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rgp
+from helpers import seeded
+from rgp import losses
+
+EXAMPLES, WEIGHTS = 12, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+Loss = Callable[[nn.Module, list[Tensor]], Tensor]
+
+
+class Towers(nn.Module):
+    """Ends in a residual sum, so that the loss is made of two operations, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.first(x))
+        return x + torch.tanh(self.second(x))
+
+
+def examples() -> list[tuple[Tensor, Tensor, Tensor]]:
+    x = torch.randn(EXAMPLES, 3, generator=seeded(1), dtype=torch.float64)
+    tags = torch.randint(0, 3, (EXAMPLES, 4), generator=seeded(2))
+    tags[5:, 2:] = -100
+    return [(x[i], torch.tensor(i % 3), tags[i]) for i in range(EXAMPLES)]
+
+
+def batch() -> list[Tensor]:
+    return [torch.stack(column) for column in zip(*examples(), strict=True)]
+
+
+def mean(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def contrastive(model, batch):
+    ours, theirs = (F.normalize(model(batch[0] + shift), dim=1) for shift in (0.0, 0.1))
+    return F.cross_entropy(ours @ theirs.T / 0.1, torch.arange(len(ours)))
+
+
+def hinge(model, batch):  # linear in either tower alone
+    scores = model(batch[0]) @ model(batch[0] + 0.1).T
+    return (5 - scores.diagonal()[:, None] + scores).relu().mean()
+
+
+def standardised(model, batch):
+    y = model(batch[0])
+    return F.cross_entropy((y - y.mean(0)) / (1 + y.std(0, correction=0)), batch[1])
+
+
+def focal(model, batch):  # of the mean, where it should be of each example
+    loss = mean(model, batch)
+    return (1 - torch.exp(-loss)) ** 2 * loss
+
+
+def tokens(model, batch, **options):
+    logits = model(batch[0])[:, :, None].expand(-1, -1, 4)
+    return F.cross_entropy(logits, batch[2], **options)
+
+
+def each_example(model, batch):
+    found = tokens(model, batch, reduction="none")
+    return (found.sum(1) / (batch[2] != -100).sum(1)).mean()
+
+
+def looked_at(model, batch):  # an uneven mean, but no part of the loss
+    tokens(model, batch)
+    return mean(model, batch)
+
+
+COUPLED: dict[str, Loss] = {
+    "contrastive": contrastive,
+    "hinge": hinge,
+    "root": lambda model, batch: F.mse_loss(model(batch[0]), batch[0]).sqrt(),
+    "square": lambda model, batch: mean(model, batch) ** 2,
+    "norm": lambda model, batch: model(batch[0]).norm(),
+    "standardised": standardised,
+    "focal": focal,
+    "variance": lambda model, batch: mean(model, batch) + model(batch[0]).var(),
+    "tokens": tokens,
+    "classes": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], WEIGHTS),
+    "classes of log-likelihoods": lambda model, batch: F.nll_loss(model(batch[0]).log_softmax(1), batch[1], WEIGHTS),
+    "ignored": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], ignore_index=0),
+}
+APART: dict[str, Loss] = {
+    "mean": mean,
+    "squares": lambda model, batch: F.mse_loss(model(batch[0]), batch[0]),
+    "in place": lambda model, batch: F.cross_entropy(model(batch[0]).relu_(), batch[1]),
+    "twice": lambda model, batch: mean(model, batch) + mean(model, [2 * batch[0], batch[1]]),
+    "one after the other": lambda model, batch: F.cross_entropy(model(model(batch[0])), batch[1]),
+    "cosine": lambda model, batch: (1 - F.cosine_similarity(model(batch[0]), batch[0])).mean(),
+    "diagonal": lambda model, batch: (model(batch[0]) @ batch[0].T).diagonal().exp().mean(),
+    "each example's tokens": each_example,
+    "equal class weights": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], 2 * torch.ones(3).double()),
+    "weighted examples": lambda m, b: (F.cross_entropy(m(b[0]), b[1], WEIGHTS, reduction="none")).mean(),
+    "smoothed": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1),
+    "looked at": looked_at,
+}
+
+
+def train(loss: Loss, **options) -> rgp.Run:
+    model = Towers().double()
+    options = {"noise_multiplier": 1.0, "batch_size": EXAMPLES, "steps": 2, "microbatch_size": 6, **options}
+    with rgp.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), examples(), **options) as run:
+        try:
+            for microbatch in run:
+                run.step(loss(model, microbatch))
+        except rgp.UnsupportedError:
+            assert run.epsilon() == 0
+            raise
+    return run
+
+
+@pytest.mark.parametrize("method", [rgp.RGP(rank=2), rgp.DPSGD()], ids=["rgp", "dpsgd"])
+@pytest.mark.parametrize("loss", COUPLED.values(), ids=COUPLED)
+def test_a_loss_that_couples_examples_is_refused(loss, method):
+    assert not rgp.check(Towers(), batch(), loss).ok
+    with pytest.raises(rgp.UnsupportedError, match=r"the loss couples the examples|divisor depends on all examples"):
+        train(loss, method=method)
+
+
+@pytest.mark.parametrize("method", [rgp.RGP(rank=2), rgp.DPSGD()], ids=["rgp", "dpsgd"])
+@pytest.mark.parametrize("loss", APART.values(), ids=APART)
+def test_a_loss_that_keeps_them_apart_is_not(loss, method):
+    assert rgp.check(Towers(), batch(), loss).ok
+    assert train(loss, method=method).step_index == 2
+
+
+def test_losses_of_examples_are_looked_at_too():
+    def coupled(model, batch):
+        return F.cross_entropy(model(batch[0]) @ model(batch[0] + 1).T, torch.arange(len(batch[0])), reduction="none")
+
+    def apart(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], WEIGHTS, reduction="none")
+
+    with pytest.raises(rgp.UnsupportedError, match="the loss couples"):
+        train(coupled, loss_reduction="none")
+    assert train(apart, loss_reduction="none").step_index == 2
+
+
+def test_the_check_changes_nothing():
+    weights = []
+    for probe in (True, False):
+        run = train(each_example, seed=0, probe=probe)
+        weights.append(copy.deepcopy(run.model.state_dict()))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_what_cannot_be_seen_is_let_through():
+    def without_second_derivatives(model, batch):
+        steps, ones = model(batch[0]).log_softmax(1).expand(4, -1, -1), torch.ones(len(batch[0]), 1, dtype=torch.long)
+        return F.ctc_loss(steps, ones, torch.full((len(ones),), 4), ones[:, 0])
+
+    def recomputed(model, batch):
+        return F.cross_entropy(checkpoint(model, batch[0], use_reentrant=False), batch[1])
+
+    def own_divisor(model, batch):
+        found = tokens(model, batch, reduction="none")
+        return found.sum() / (batch[2] != -100).sum()
+
+    for loss in (without_second_derivatives, recomputed, own_divisor):
+        assert train(loss).step_index == 2
+    assert not rgp.check(Towers(), batch(), own_divisor).ok  # check sees it
+
+
+def test_large_outputs_are_not_looked_at(monkeypatch):
+    monkeypatch.setattr(losses, "LARGEST", 17)  # of 2 x 6 x 3
+    assert train(contrastive).step_index == 2
+
+
+def test_a_loop_over_parts_is_told_to_check():
+    def parts(model, batch):
+        return F.cross_entropy(model.second(torch.tanh(model.first(batch[0]))), batch[1])
+
+    with pytest.warns(UserWarning, match="does not call the model as a whole") as caught:
+        assert train(parts).step_index == 2
+    assert sum("as a whole" in str(w.message) for w in caught) == 1
+    assert rgp.check(Towers(), batch(), parts).ok
+
+
+def test_the_built_in_loss_of_a_language_model_is_refused_for_padded_texts():
+    config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    ids = torch.randint(0, 20, (EXAMPLES, 8), generator=seeded(3))
+    padded = torch.where(torch.arange(8) < torch.arange(2, 2 + EXAMPLES)[:, None], ids, -100)
+
+    def run(labels):
+        model = transformers.GPT2LMHeadModel(config)
+        data = [{"input_ids": i, "labels": label} for i, label in zip(ids, labels, strict=True)]
+        options = {"noise_multiplier": 1.0, "batch_size": EXAMPLES, "steps": 1, "microbatch_size": 6}
+        with rgp.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **options) as run:
+            for batch in run:
+                run.step(model(**batch).loss)
+        return run
+
+    with pytest.raises(rgp.UnsupportedError, match="mean over the tokens"):
+        run(padded)
+    assert run(ids).step_index == 1  # blocks of one length
