@@ -23,12 +23,13 @@ FINAL = {
     "dpsgd-ema": "DP-SGD, EMA",
     "dpsgd-lr2e-3": "DP-SGD",
     "dp-lora-ema": "DP-LoRA, rank 8, EMA",
+    "dp-lora-head-first": "DP-LoRA, rank 8, head first",
     "dp-lora-lr1e-2": "DP-LoRA, rank 8",
     "bitfit-ema": "BiTFiT, EMA",
     "bitfit-lr1e-2": "BiTFiT",
     "linear-ema": "linear probing, EMA",
 }
-LONG = {"rgp-long": "RGP, rank 16, 200 steps of 1024"}
+LONG = {"rgp-long": "RGP, rank 16, 200 steps of 1024", "dpsgd-long": "DP-SGD, 200 steps of 1024"}
 OTHER = {
     "rgp-public": "RGP, rank 2",
     "dpsgd-clip2": "DP-SGD, rate 1e-3",
@@ -74,10 +75,10 @@ TRIED = {
     "half or a third of its best rate": rates("-lr5e-4", "", "", "", "-lr3e-3"),
     "**its best rate, nothing else changed**": rates("", "-lr2e-3", "-lr1e-2", "-lr1e-2", ""),
     "two or three times that": rates("-lr2e-3", "-lr4e-3", "-lr3e-2", "-lr3e-2", "-lr3e-2"),
-    "clip 10": same("public-r2-clip10", "clip10"),
-    "head at 3e-3": same("public-r2-clip2-headlr3e-3", "clip2-headlr3e-3"),
+    "clip 10": ("public-r16-clip10", "dpsgd-clip10-lr2e-3", "dp-lora-clip10", "bitfit-clip10-lr1e-2", "linear-clip10"),
+    "head at 3e-3": same("public-r16-clip2-headlr3e-3", "clip2-headlr3e-3"),
     "EMA 0.9, constant rate": same("public-r16-clip2-ema", "clip2-ema"),
-    "SGD with momentum": same("public-r2-clip2-sgd", "clip2-sgd"),
+    "SGD with momentum": same("public-r16-clip2-sgd", "clip2-sgd"),
     "head first": same("public-r16-clip2-head-first", "clip2-head-first"),
     "Adam, corrected for noise": same("public-r16-clip2-corrected", "clip2-corrected"),
     "30 steps of 512, twice the rate": same("public-r16-clip2-b512", "clip2-b512"),

@@ -169,7 +169,8 @@ class Run:
         self.bad_examples = 0  # examples dropped for NaN or Inf: private, not covered by the guarantee
         self._forked: Any = None
         self._unproved = probe  # whether the model has yet to show that it keeps examples apart
-        self._loss_unproved = probe  # whether the loss has
+        # whether the loss has; with sharded weights a look at its gradients would gather them, on this rank alone
+        self._loss_unproved = probe and not self._sharding.active
         self._recorder: Recorder | None = None
         self._indices: list[int] = []  # the examples of the micro-batch that waits for its loss
         # for audits, which run this very engine: per-example gradients before clipping, releases before their use
