@@ -438,6 +438,14 @@ def reacting_schedule(_):
 
 
 @fault
+def plateau(_):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    rgp.privatize(model, optimizer, data(), noise_multiplier=1.0, batch_size=8, steps=2, scheduler=scheduler)
+
+
+@fault
 def known_seed(tmp_path):
     start(tmp_path / "a", seed=3)
     start(tmp_path / "b", seed=None)

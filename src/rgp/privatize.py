@@ -122,6 +122,12 @@ def privatize(
         raise TypeError(f"optimizer must be an instance of a torch.optim class; got {optimizer!r}")
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise TypeError(f"scheduler must have a step() method; got {scheduler!r}")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "scheduler is a ReduceLROnPlateau: a rate that follows a metric. On private rows that is a use of them without "
+            "noise. Take a schedule that is known beforehand; or, with a metric on public rows, call its step(metric) "
+            "yourself and leave scheduler out."
+        )
     if budget is not None and not isinstance(budget, Budget):
         raise TypeError(f"budget must be an rgp.Budget, such as rgp.Budget(epsilon=8.0, delta=1e-5); got {budget!r}")
     if (getattr(method, "source", None) == "public") != (public_loss is not None):
