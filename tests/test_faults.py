@@ -199,6 +199,13 @@ def uneven_mean(_):
 
 
 @fault
+def counted_divisor(_):
+    run = start(batch_size=SIZE)
+    for x, y in run:
+        run.step(nn.functional.cross_entropy(run.model(x), y, reduction="sum") / (y >= 0).sum())
+
+
+@fault
 def parts_called(_):
     run = start(batch_size=SIZE)
     for x, y in run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -95,6 +96,9 @@ COUPLED: dict[str, Loss] = {
     "tokens": tokens,
     "classes": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], WEIGHTS),
     "classes of log-likelihoods": lambda model, batch: F.nll_loss(model(batch[0]).log_softmax(1), batch[1], WEIGHTS),
+    "masked": lambda model, batch: tokens(model, batch, reduction="none")[batch[2][:, 3] != -100].mean(),
+    "masked labels": lambda m, b: F.cross_entropy(m(b[0])[b[1] > 0], b[1][b[1] > 0]),
+    "masked squares": lambda m, b: F.mse_loss(m(b[0])[b[0] > 0], b[0][b[0] > 0]),
     "ignored": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], ignore_index=0),
 }
 APART: dict[str, Loss] = {
@@ -171,11 +175,46 @@ def test_what_cannot_be_seen_is_let_through():
 
     def own_divisor(model, batch):
         found = tokens(model, batch, reduction="none")
-        return found.sum() / (batch[2] != -100).sum()
+        return found.sum() / (batch[2] != -100).sum().item()
 
     for loss in (without_second_derivatives, recomputed, own_divisor):
         assert train(loss).step_index == 2
     assert not rgp.check(Towers(), batch(), own_divisor).ok  # check sees it
+
+
+FACTORS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
+    "count": lambda losses, batch: losses.sum() / (batch[2] != -100).sum(),
+    "count in place": lambda losses, batch: losses.sum().div_((batch[2] != -100).sum().clamp(min=1).double()),
+    "one by one": lambda losses, batch: (losses / (batch[2] != -100).sum()).sum(),
+    "weight": lambda losses, batch: losses.sum(1).mean() * (1 / (batch[2] != -100).sum()),
+    "own size": lambda losses, batch: losses.sum(1).mean() / losses.sum(1).mean().detach(),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
+def test_a_factor_from_the_whole_batch_is_pointed_out(factor):
+    def loss(model, batch):
+        return factor(tokens(model, batch, reduction="none"), batch)
+
+    assert not rgp.check(Towers(), batch(), loss).ok
+    with pytest.warns(UserWarning, match="computed from the whole batch") as caught:
+        train(loss)
+    assert sum("whole batch" in str(w.message) for w in caught) == 1
+
+
+def test_other_factors_are_not():
+    temperature, weights = torch.tensor(2.0).double(), torch.tensor([1.0, 2.0, 3.0]).double()
+
+    def loss(model, batch):
+        own = (batch[2] != -100).sum(1)
+        found = (tokens(model, batch, reduction="none").sum(1) / own / temperature * weights[batch[1]]).sum()
+        (found / own.sum()).item()  # to look at
+        return found / len(own) + 0.1 * weights.sum() / 3
+
+    assert rgp.check(Towers(), batch(), loss).ok
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(loss)
 
 
 def test_large_outputs_are_not_looked_at(monkeypatch):

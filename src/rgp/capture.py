@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
 from rgp.errors import UnsupportedError, WrongUseError
-from rgp.losses import MEANS, Output, outputs_of, uneven
+from rgp.losses import MEANS, Trail, is_uneven, outputs_of
 from rgp.rules import ANYTIME, RULES
 from rgp.slots import Slot
 
@@ -45,9 +45,8 @@ class Capture(TorchFunctionMode):
         self.examples: int | None = None
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
-        self.keeps_outputs = False  # whether `outputs` are asked for
-        self.outputs: list[Output] = []  # of the rules, in this micro-batch
-        self.uneven_means: list[Output] = []
+        self.trail = Trail()  # of this micro-batch, for losses.py
+        self.keeps_trail = False  # whether all of it is asked for
 
     def names(self) -> dict[int, str]:
         """Id of a trained parameter -> its name."""
@@ -64,8 +63,7 @@ class Capture(TorchFunctionMode):
 
     def _forget(self) -> None:
         self._derived.clear()
-        self.outputs.clear()
-        self.uneven_means.clear()
+        self.trail.clear()
 
     def slot(self, tensor: Any) -> Slot | None:
         """The slot of a trained parameter, or of its transpose; None for anything else."""
@@ -95,6 +93,19 @@ class Capture(TorchFunctionMode):
             _refuse_gradient_clipping()
         if self.examples is None:
             return func(*args, **kwargs)
+        result = self._operate(func, args, kwargs)
+        if (
+            func in MEANS
+            and result.requires_grad
+            and result.dim() == 0
+            and is_uneven(func, self.examples, args, kwargs)
+        ):
+            self.trail.uneven += outputs_of(result)
+        if self.keeps_trail:
+            self.trail.note(func, args, kwargs, result)
+        return result
+
+    def _operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
             special := ANYTIME.get(func)
         ) is not None:  # also without grad: a reentrant checkpoint will run it again with
@@ -106,19 +117,14 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _BATCH_NORMS:
             _refuse_batch_statistics(func, args, kwargs)
-        if func in MEANS:
-            result = func(*args, **kwargs)
-            if uneven(self.examples, args, kwargs):
-                self.uneven_means += outputs_of(result)
-            return result
         met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
         if not met:
             return func(*args, **kwargs)
         if (rule := RULES.get(func)) is not None:
             self.recomputes = self.recomputes or _saved_tensors_hooks(False) is not None
             result = rule(self, func, args, kwargs)
-            if self.keeps_outputs:
-                self.outputs += outputs_of(result)
+            if self.keeps_trail:
+                self.trail.outputs += outputs_of(result)
             return result
         result = func(*args, **kwargs)
         # shapes, dtypes, detached copies and the like carry no gradient and need no rule

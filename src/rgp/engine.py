@@ -33,7 +33,7 @@ from rgp.distributed import HERE, STOPS, Ranks, Standing, Traffic, is_sharded
 from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
-from rgp.losses import check_even, check_loss_apart
+from rgp.losses import check_apart, check_even, check_factors
 from rgp.methods import RGP, DPPowerSGD, ResidualOff
 from rgp.mixing import Apart
 from rgp.moved import Moves
@@ -651,7 +651,7 @@ class Run:
         self._waiting, self._last, self._view = m, last, view
         if self._unproved and m > 1 and not self._plain:
             self._recorder = Recorder(self.model)
-        self._capture.keeps_outputs = self._loss_unproved and m > 1
+        self._capture.keeps_trail = self._loss_unproved and m > 1
         self._forked = forked_rng(self._streams.torch_seed(self.step_index, part + (view << 36)))
         self._forked.__enter__()
         if not self._plain:
@@ -702,7 +702,7 @@ class Run:
     def _probe(self, m: int) -> None:
         """Once per run: examples stay in their own rows (probe.py)."""
         ready = self._recorder is not None and self._recorder.call is not None
-        if self._recorder is not None and not ready and self._capture.outputs and not self._sharding.active:
+        if self._recorder is not None and not ready and self._capture.trail.outputs and not self._sharding.active:
             self._unproved = False
             warnings.warn(
                 "the loop does not call the model as a whole, model(...), so it was not checked that the model keeps the "
@@ -720,10 +720,12 @@ class Run:
 
     def _probe_loss(self, loss: Tensor, m: int) -> None:
         """The loss keeps the examples apart, as far as can be seen (losses.py)."""
-        check_even(loss, self._capture.uneven_means)
-        if self._capture.outputs and not self._capture.recomputes:
+        trail = self._capture.trail
+        check_even(loss, trail)
+        if trail.outputs and not self._capture.recomputes:
             self._loss_unproved = False
-            check_loss_apart(loss, self._capture.outputs, m)
+            check_apart(loss, trail, m)
+            check_factors(loss, trail)
 
     def _all(self, flag: bool) -> bool:
         """Whether it holds on all ranks."""

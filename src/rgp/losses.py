@@ -1,18 +1,22 @@
 """Does the loss keep the examples apart? Asked before a batch is used, of what stands between the model and the loss.
 
-Clipping bounds an example's influence only if its gradient does not depend on the others. Two ways in which losses break
+Clipping bounds an example's influence only if its gradient does not depend on the others. Three ways in which losses break
 that can be seen:
 
 - what one example's output is pushed towards depends on another's output (contrastive terms, the root of a mean, a
-  ranking). Then mixed second derivatives are not zero: `check_loss_apart`, once per run;
-- a mean over tokens, or over weighted classes, whose divisor depends on everybody's labels: `uneven`, for every batch.
+  ranking). Then mixed second derivatives are not zero: `check_apart`, once per run;
+- a mean over tokens, over weighted classes, or over what a mask left, whose divisor depends on everybody's labels:
+  `check_even`, for every batch;
+- a factor that was counted over the whole batch (`losses.sum() / mask.sum()`). It may be the same whatever the examples
+  are, so this is a warning: `check_factors`, once per run.
 
-A divisor that the loop computes itself (`losses.sum() / mask.sum()`) cannot be seen. `rgp.check` finds that too.
+Numbers that have left torch (`mask.sum().item()`) cannot be seen. `rgp.check` finds those too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -24,24 +28,63 @@ from torch.utils._pytree import tree_leaves
 
 from rgp.errors import UnsupportedError
 
-MEANS = (F.cross_entropy, F.nll_loss)
+_OF_LABELS = (F.cross_entropy, F.nll_loss)
+_OF_ENTRIES = (
+    torch.mean,
+    torch.Tensor.mean,
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)
+MEANS = frozenset((*_OF_LABELS, *_OF_ENTRIES))
+_FACTORS = ("mul", "multiply", "div", "divide", "true_divide", "rdiv", "rmul", "rtruediv", "truediv")
 LARGEST = 2**24  # entries: second derivatives of more (a language model's logits) would be the largest thing in memory
 TOLERANCE = 1e-6  # where examples are apart, the second derivatives are zeros, not small numbers
 Output = tuple[GradientEdge, tuple[int, ...]]  # where gradients arrive at an operation's result, and its shape
 
 
+class Trail:
+    """What the operations of a micro-batch show of its loss, kept by the capture."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Output] = []  # of operations with trained parameters
+        self.uneven: list[Output] = []  # means with a divisor that is not the same for all examples
+        self.scaled: list[Output] = []  # products with a number that was computed from the batch
+        self._counted: dict[int, Tensor] = {}  # such numbers
+
+    def clear(self) -> None:
+        for kept in (self.outputs, self.uneven, self.scaled, self._counted):
+            kept.clear()
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """For `check_factors`."""
+        if not isinstance(result, Tensor):
+            return
+        operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        counted = any(id(operand) in self._counted for operand in operands)
+        if result.requires_grad:
+            if counted and getattr(func, "__name__", "").strip("_") in _FACTORS:
+                self.scaled += outputs_of(result)
+        elif result.dim() == 0 and (counted or any(t.dim() or t.requires_grad for t in operands)):
+            self._counted[id(result)] = result
+
+
 def outputs_of(result: Any) -> list[Output]:
-    """For `check_loss_apart`: without the tensors, which may be freed meanwhile."""
+    """Without the tensors, which may be freed meanwhile."""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return [(get_gradient_edge(tensor), tuple(tensor.shape)) for tensor in tensors]
 
 
-def check_loss_apart(loss: Tensor, outputs: Sequence[Output], m: int) -> None:
+def check_apart(loss: Tensor, trail: Trail, m: int) -> None:
     """Raise if what reaches one example's last activations depends on another example's.
 
-    outputs: results of operations with trained parameters. Those are looked at that no other one stands behind.
+    Those outputs are looked at that no other one stands behind.
     """
-    last = [(edge, shape) for edge, shape in _last(loss, outputs) if shape and shape[0] and shape[0] % m == 0]
+    last = [(edge, shape) for edge, shape in _last(loss, trail.outputs) if shape and shape[0] and shape[0] % m == 0]
     if not last or sum(prod(shape) for _, shape in last) > LARGEST:
         return
     edges = [edge for edge, _ in last]
@@ -101,25 +144,44 @@ def _reached_from_first(loss: Tensor, edges: list[GradientEdge], m: int) -> list
     return [d.detach().reshape(m, -1).nan_to_num() for d in depends if d is not None]
 
 
-def uneven(m: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def is_uneven(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call of one of MEANS divides by a number that is not the same for all examples."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    target, weight = given["target"], given.get("weight")
-    if given.get("reduction", "mean") != "mean" or target.is_floating_point() or target.numel() % m:
+    if given.get("reduction", "mean") != "mean":
         return False
-    if weight is not None and bool((weight != weight[0]).any()):
+    if func in _OF_ENTRIES:
+        return bool(given["input"].numel() % m)
+    target, weight = given["target"], given.get("weight")
+    if target.is_floating_point():
+        return bool(len(target) % m)
+    if target.numel() % m or (weight is not None and bool((weight != weight[0]).any())):
         return True
     counts = (target != given.get("ignore_index", -100)).reshape(m, -1).sum(1)
     return bool((counts != counts[0]).any())
 
 
-def check_even(loss: Tensor, means: Sequence[Output]) -> None:
+def check_even(loss: Tensor, trail: Trail) -> None:
     """Raise if the loss is made of a mean that was found to be uneven."""
-    if means and _reached([loss.grad_fn], [edge.node for edge, _ in means], through=True):
+    if trail.uneven and _reached([loss.grad_fn], _nodes(trail.uneven), through=True):
         raise UnsupportedError(
-            "the loss is a mean over the tokens of a whole batch (labels that are not ignored), or one with class weights: its "
-            "divisor depends on all examples' labels, and so does each example's gradient. Reduce each example on its own: "
-            "F.cross_entropy(..., reduction='none') gives a loss for each label; take their sum or mean within each example, "
-            "and .mean() over the examples. Nothing of this batch was released. See docs/pitfalls.md."
+            "the loss is a mean over the tokens of a whole batch (labels that are not ignored, entries that a mask left), or "
+            "one with class weights: its divisor depends on all examples' labels, and so does each example's gradient. Reduce "
+            "each example on its own: reduction='none' gives a loss for each label; take their sum or mean within each "
+            "example, and .mean() over the examples. Nothing of this batch was released. See docs/pitfalls.md."
         )
+
+
+def check_factors(loss: Tensor, trail: Trail) -> None:
+    """Warn if the loss was multiplied or divided by a number that was computed from the batch."""
+    scaled = set(_nodes(trail.scaled))
+    if scaled and _reached([loss.grad_fn], [*scaled, *_nodes(trail.outputs)]) & scaled:
+        warnings.warn(
+            "the loss was multiplied or divided by a number that was computed from the whole batch, such as mask.sum(). Unless "
+            "that number is the same whatever the examples are, each example's gradient depends on the others, and epsilon "
+            "does not hold. Find out with rgp.check(model, batch, loss_fn); see docs/pitfalls.md."
+        )
+
+
+def _nodes(outputs: Iterable[Output]) -> Iterator[Node]:
+    return (edge.node for edge, _ in outputs)
