@@ -56,6 +56,7 @@ PAIRS = (  # with EMA against with EMA, without against without, and the two set
     ("rgp-r16-ema", "bitfit-ema"),
     ("rgp-r16", "bitfit-lr1e-2"),
     ("rgp-r16-ema", "linear-ema"),
+    ("rgp-long", "dpsgd-long"),
 )
 
 OTHERS = ("dpsgd", "dp-lora", "bitfit", "linear")
@@ -132,7 +133,7 @@ def differences(rows: Rows) -> str:
             a, b = f"{first}-e{epsilon}", f"{second}-e{epsilon}"
             if a in measured[0] and b in measured[0]:
                 cells = (difference(*verdict(found[a], found[b])) for found in measured)
-                label = f"{FINAL[first]} - {FINAL[second]}"
+                label = " - ".join((FINAL | LONG)[name] for name in (first, second))
                 lines.append((label, str(epsilon), *cells, f"{seconds(rows, a) / seconds(rows, b):.2f}"))
     return table(("difference in points", "epsilon", "validation", "held-out rows", "CPU time, ratio"), lines)
 

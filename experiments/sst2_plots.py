@@ -15,6 +15,7 @@ METHODS = {
     "rgp-public": ("RGP, rank 2", "#66b394"),
     "rgp": ("RGP, first settings", "#86c2a8"),
     "rgp-random": ("RGP-random", "#b9dccd"),
+    "dpsgd-long": ("DP-SGD, 200 steps of 1024", "#7a3510"),
     "dpsgd-ema": ("DP-SGD, EMA", "#c2571a"),
     "dpsgd-lr2e-3": ("DP-SGD", "#dd9c74"),
     "bitfit-ema": ("BiTFiT, EMA", "#8c6d31"),
