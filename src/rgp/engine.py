@@ -722,10 +722,11 @@ class Run:
         """The loss keeps the examples apart, as far as can be seen (losses.py)."""
         trail = self._capture.trail
         check_even(loss, trail)
-        if trail.outputs and not self._capture.recomputes:
+        if trail.outputs:
             self._loss_unproved = False
-            check_apart(loss, trail, m)
             check_factors(loss, trail)
+            if not self._capture.recomputes:
+                check_apart(loss, trail, m)
 
     def _all(self, flag: bool) -> bool:
         """Whether it holds on all ranks."""
