@@ -147,7 +147,7 @@ def effort(rows: Rows) -> str:
     found = {name: seeds[0] for name, seeds in by_setting(rows, "tuning").items()}
 
     def cell(name: str) -> str:
-        return "" if name not in found else f"{found[name]:.1f}" + (" (rank 2)" if "-r2-" in name else "")
+        return "" if name not in found else f"{found[name]:.1f}"
 
     lines = [(label, *map(cell, names)) for label, names in TRIED.items()]
     counts = [sum(names[i] in found for names in TRIED.values()) for i in range(5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import UserDict
 
 import numpy as np
@@ -74,12 +75,12 @@ MIXTURES = {f.__name__: f for f in (mixup, rolled, standardised, counted)}
 FINE = {f.__name__: f for f in (flipped, ordered, not_a_dict)}
 
 
-def train(**options) -> nn.Module:
+def train(dataset=None, **options) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     options = {"noise_multiplier": 1.0, "batch_size": 12, "steps": 4, "microbatch_size": 6, "seed": 0, **options}
     options = {"collate_fn": padded, "method": rgp.DPSGD(), **options}
-    dataset = Fresh(examples())
+    dataset = Fresh(examples()) if dataset is None else dataset
     with rgp.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), dataset, **options) as run:
         try:
             for batch in run:
@@ -124,22 +125,19 @@ def test_only_the_first_calls_are_repeated():
 
     train(collate_fn=collate, batch_size=EXAMPLES, steps=3, microbatch_size=4)
     batches = 3 * EXAMPLES // 4
-    assert batches + 2 * CALLS <= len(calls) <= batches + 4 * CALLS  # twice, and again where the padding was another
+    assert batches + 2 * CALLS <= len(calls) <= batches + 3 * CALLS  # twice, and again where the padding was another
 
 
-def test_a_repetition_that_fails_is_no_failure():
-    def once(items):
-        seen = [item.pop("new") for item in items]
-        assert len(set(map(id, seen))) == len(seen), "the same example twice"
+def test_items_that_cannot_be_copied_are_let_through():
+    class Locked(Fresh):
+        def __getitem__(self, i):
+            return {**super().__getitem__(i), "lock": threading.Lock()}
+
+    calls = []
+
+    def collate(items):
+        calls.append(len(items))
         return padded(items)
 
-    class New(Fresh):
-        def __getitem__(self, i):
-            return {**super().__getitem__(i), "new": object()}
-
-    model = nn.Linear(5, 3)
-    options = {"noise_multiplier": 1.0, "batch_size": 12, "steps": 2, "microbatch_size": 6, "collate_fn": once}
-    with rgp.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), New(examples()), **options) as run:
-        for batch in run:
-            run.step(F.cross_entropy(model(batch["x"]), batch["y"]))
-    assert run.step_index == 2
+    train(Locked(examples()), collate_fn=collate, batch_size=EXAMPLES, steps=1)
+    assert len(calls) == EXAMPLES // 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from rgp.clipping import Gradients
 from rgp.methods import RGP, Method
 from rgp.plan import make_plan
 from rgp.privatize import check_model, check_plan
+from rgp.probe import as_tree
 from rgp.slots import CarriedSlot, DeferredSlot, make_slot
 from rgp.streams import Streams
 
@@ -70,7 +71,7 @@ def check(
     model = copy.deepcopy(model)
     check_model(model)
     model = (model.double() if double else model).eval()
-    batch = dict(batch) if isinstance(batch, Mapping) else batch  # Hugging Face's BatchEncoding is no dict
+    batch = as_tree(batch)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors:
         raise ValueError("batch holds no tensor, so it cannot be cut into examples")

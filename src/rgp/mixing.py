@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rgp.errors import UnsupportedError
-from rgp.torchstate import kept_rng
+from rgp.probe import as_tree, has_rows
+from rgp.torchstate import forked_rng, kept_rng
 
 CALLS = 4  # that are watched: a random partner may be the example itself
 
@@ -44,36 +45,31 @@ class Apart:
 
     def _changed_rows(self, given: Any, m: int) -> int:
         """How many rows of the result are new when one example is replaced; 0 if that cannot be told."""
-        for at, by in ((m - 1, 0), (0, m - 1)):
-            order = [by if i == at else i for i in range(m)]
-            try:
-                with kept_rng():
-                    before = self._make(self._taken(given, list(range(m))))
-                with kept_rng():
-                    after = self._make(self._taken(given, order))
-            except Exception:  # the call itself will show it, if it is more than the repetition
-                return 0
-            if _shapes(before) == _shapes(after):  # else another length to pad to
-                return sum((_rows(after, m) - _rows(before, m)).values())
+        same = list(range(m))
+        try:
+            before = self._again(given, same)
+            for at, by in ((m - 1, 0), (0, m - 1)):
+                after = self._again(given, [*same[:at], by, *same[at + 1 :]])
+                if _shapes(before) == _shapes(after):  # else another length to pad to
+                    return sum((_rows(after, m) - _rows(before, m)).values())
+        except Exception:  # items that cannot be copied; an error of the call itself will come again
+            pass
         return 0
+
+    def _again(self, given: Any, order: list[int]) -> Any:
+        """The call with these examples, and the random numbers that it would have."""
+        with kept_rng(), forked_rng(None):
+            return self._make(self._taken(given, order))
 
     def _taken(self, given: Any, order: list[int]) -> Any:
         """A copy with these examples, each an object of its own: a function may take them apart."""
         if self._of_list:
             return [copy.deepcopy(given[i]) for i in order]
-        return tree_map(lambda leaf: leaf[order] if _has_rows(leaf, len(order)) else copy.deepcopy(leaf), _plain(given))
-
-
-def _plain(batch: Any) -> Any:
-    return dict(batch) if isinstance(batch, Mapping) else batch  # Hugging Face's BatchEncoding is no dict
+        return tree_map(lambda leaf: leaf[order] if has_rows(leaf, len(order)) else copy.deepcopy(leaf), as_tree(given))
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
-
-
-def _has_rows(leaf: Any, m: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == m
+    return [leaf for leaf in tree_leaves(as_tree(batch)) if isinstance(leaf, Tensor)]
 
 
 def _shapes(batch: Any) -> list[torch.Size]:
@@ -82,5 +78,5 @@ def _shapes(batch: Any) -> list[torch.Size]:
 
 def _rows(batch: Any, m: int) -> Counter[bytes]:
     """The rows of a batch, each with all that belongs to it."""
-    leaves = [leaf.detach().cpu().contiguous() for leaf in _tensors(batch) if _has_rows(leaf, m)]
+    leaves = [leaf.detach().cpu().contiguous() for leaf in _tensors(batch) if has_rows(leaf, m)]
     return Counter(b"".join(leaf[i].view(-1).view(torch.uint8).numpy().tobytes() for leaf in leaves) for i in range(m))

@@ -112,24 +112,30 @@ def _differ(one: Fingerprint) -> bool:
 def _swap(call: Call, m: int) -> Call | None:
     """The call with example 0 replaced by another that differs from it."""
 
-    tensors = [leaf for leaf in tree_leaves(call) if _batched(leaf, m)]
+    tensors = [leaf for leaf in tree_leaves(call) if has_rows(leaf, m)]
     other = next((k for k in range(1, m) if any(not torch.equal(t[0], t[k]) for t in tensors)), None)
     if other is None:
         return None
 
     def swap(leaf: Any) -> Any:
-        return torch.cat([leaf[other : other + 1], leaf[1:]]) if _batched(leaf, m) else leaf
+        return torch.cat([leaf[other : other + 1], leaf[1:]]) if has_rows(leaf, m) else leaf
 
     return tree_map(swap, call)
 
 
 def _roll(call: Call, m: int) -> Call:
     """The call with every example replaced by the next one."""
-    return tree_map(lambda leaf: leaf.roll(-1, 0) if _batched(leaf, m) else leaf, call)
+    return tree_map(lambda leaf: leaf.roll(-1, 0) if has_rows(leaf, m) else leaf, call)
 
 
-def _batched(leaf: Any, m: int) -> bool:
+def has_rows(leaf: Any, m: int) -> bool:
+    """Whether this is a tensor with a row for each of m examples."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == m
+
+
+def as_tree(batch: Any) -> Any:
+    """For torch's tree functions: Hugging Face's BatchEncoding is a mapping, but no dict."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 class _Watch(TorchFunctionMode):

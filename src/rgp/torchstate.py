@@ -16,10 +16,13 @@ from rgp.errors import UnsupportedError
 
 
 @contextmanager
-def forked_rng(seed: int) -> Iterator[None]:
-    """torch's default generators under our seed (dropout), and afterwards as the user left them."""
+def forked_rng(seed: int | None) -> Iterator[None]:
+    """torch's default generators under our seed (dropout), or going on as they are; afterwards as the user left them."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
+        if seed is None:
+            yield
+            return
         torch.default_generator.manual_seed(seed)
         for device in devices:
             with torch.cuda.device(device):
