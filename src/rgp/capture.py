@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -32,7 +33,7 @@ _BATCH_NORMS = (torch.nn.functional.batch_norm, torch.batch_norm)
 
 
 class Capture(TorchFunctionMode):
-    """Off when made; `examples = m` turns it on for a micro-batch of m examples, `examples = None` off again.
+    """Off when made; `begin(m)` turns it on for a micro-batch of m examples, `end()` off again.
 
     While it is on the stack it also refuses what would go around the engine: `loss.backward()` and gradient clipping.
     """
@@ -60,6 +61,15 @@ class Capture(TorchFunctionMode):
     def end(self) -> None:
         self.examples = None
         self._forget()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Off for a while, in the middle of a micro-batch."""
+        examples, self.examples = self.examples, None
+        try:
+            yield
+        finally:
+            self.examples = examples
 
     def _forget(self) -> None:
         self._derived.clear()

@@ -33,7 +33,6 @@ from rgp.distributed import HERE, STOPS, Ranks, Standing, Traffic, is_sharded
 from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
-from rgp.losses import check_apart, check_even, check_factors
 from rgp.methods import RGP, DPPowerSGD, ResidualOff
 from rgp.mixing import Apart
 from rgp.moved import Moves
@@ -41,7 +40,6 @@ from rgp.noise import NoiseSource
 from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan
 from rgp.powersgd import PowerIteration
-from rgp.probe import Recorder, check_examples_apart
 from rgp.reconstruct import factors, noise_variance
 from rgp.rules.derived import carry_back
 from rgp.sampling import Schedule, Seeded, check_lengths, cut, draw
@@ -50,6 +48,7 @@ from rgp.sharding import Filler, Sharding, product, shard
 from rgp.slots import CarriedSlot, Slot, make_slot
 from rgp.streams import Streams
 from rgp.torchstate import Watch, forked_rng, kept_rng, momentum_of, remove_mode, seed_others
+from rgp.vetting import Vetting
 
 
 class Run:
@@ -168,10 +167,8 @@ class Run:
         self._never_used = set(self._slots)
         self.bad_examples = 0  # examples dropped for NaN or Inf: private, not covered by the guarantee
         self._forked: Any = None
-        self._unproved = probe  # whether the model has yet to show that it keeps examples apart
-        # whether the loss has; with sharded weights a look at its gradients would gather them, on this rank alone
-        self._loss_unproved = probe and not self._sharding.active
-        self._recorder: Recorder | None = None
+        all_ranks = self._all if self._sharding.active else None
+        self._vetting = Vetting(model, self._capture, streams, wanted=probe and not self._plain, all_ranks=all_ranks)
         self._indices: list[int] = []  # the examples of the micro-batch that waits for its loss
         # for audits, which run this very engine: per-example gradients before clipping, releases before their use
         self._inject: Callable[[Gradients, list[int]], None] | None = None
@@ -257,8 +254,7 @@ class Run:
         counts = not isinstance(self._indices, Filler)
         self._failed = True
         try:
-            self._probe(m)
-            self._probe_loss(loss, m)
+            self._vetting.check(loss, m, step)
             if any(slot.used for slot in self._slots.values()):
                 raise WrongUseError(
                     "a backward pass was run on this batch before run.step(loss), by torch.autograd.grad or "
@@ -649,9 +645,7 @@ class Run:
         else:
             self._gradients.begin(m)
         self._waiting, self._last, self._view = m, last, view
-        if self._unproved and m > 1 and not self._plain:
-            self._recorder = Recorder(self.model)
-        self._capture.keeps_trail = self._loss_unproved and m > 1
+        self._vetting.begin(m)
         self._forked = forked_rng(self._streams.torch_seed(self.step_index, part + (view << 36)))
         self._forked.__enter__()
         if not self._plain:
@@ -675,9 +669,7 @@ class Run:
         for name, weight in self._set_aside.items():
             self._parameters[name].data = weight
         self._set_aside.clear()
-        if self._recorder is not None:
-            self._recorder.remove()
-            self._recorder = None
+        self._vetting.end()
         if self._forked is not None:
             self._forked.__exit__(None, None, None)
             self._forked = None
@@ -698,35 +690,6 @@ class Run:
             parameter.grad = None
 
     # ------------------------------------------------------------------ checks
-
-    def _probe(self, m: int) -> None:
-        """Once per run: examples stay in their own rows (probe.py)."""
-        ready = self._recorder is not None and self._recorder.call is not None
-        if self._recorder is not None and not ready and self._capture.trail.outputs and not self._sharding.active:
-            self._unproved = False
-            warnings.warn(
-                "the loop does not call the model as a whole, model(...), so it was not checked that the model keeps the "
-                "examples of a batch apart. Check it once with rgp.check(model, batch, loss_fn): see docs/pitfalls.md."
-            )
-        if not (self._all(ready) if self._sharding.active and self._unproved else ready):
-            return
-        assert self._recorder is not None and self._recorder.call is not None
-        examples, self._capture.examples = self._capture.examples, None
-        names = self._capture.names()
-        seed = self._streams.torch_seed(self.step_index, part=2**33)
-        every, some = (self._all, lambda found: not self._all(not found)) if self._sharding.active else (bool, bool)
-        self._unproved = not check_examples_apart(self.model, self._recorder.call, m, names, seed, every, some)
-        self._capture.examples = examples
-
-    def _probe_loss(self, loss: Tensor, m: int) -> None:
-        """The loss keeps the examples apart, as far as can be seen (losses.py)."""
-        trail = self._capture.trail
-        check_even(loss, trail)
-        if trail.outputs:
-            self._loss_unproved = False
-            check_factors(loss, trail)
-            if not self._capture.recomputes:
-                check_apart(loss, trail, m)
 
     def _all(self, flag: bool) -> bool:
         """Whether it holds on all ranks."""

@@ -427,7 +427,7 @@ PRIVATE = group(
     mutant(
         "examples that see each other",
         "a model that mixes examples is not refused",
-        ("engine.py", "self._unproved = probe  #", "self._unproved = False  #"),
+        ("vetting.py", "self.model_open = wanted  #", "self.model_open = False  #"),
         by=("test_loop.py::test_a_model_that_mixes_examples_is_refused",),
     ),
     mutant(
