@@ -38,7 +38,7 @@ class RankDied(AssertionError):
     """A process of `launch` ended without an answer: killed, or crashed outside of Python.
 
     Seen once, in about 3,000 launches with sharded weights: a rank's heap was corrupted (SIGABRT in malloc). Nothing of ours
-    writes to memory itself, and neither 1,500 launches more nor valgrind nor the address sanitizer showed it again. So the
+    writes to memory itself, and neither a thousand launches more nor valgrind nor the address sanitizer showed it again. So the
     tests of distributed runs are tried a second time for this reason alone, and say so in a warning.
     """
 
