@@ -192,6 +192,21 @@ def coupled_loss(_):
 
 
 @fault
+def ranking_loss(_):
+    run = start(batch_size=SIZE)
+    for x, _y in run:
+        scores = run.model(x)[:, 0]
+        run.step((1 - (scores[:, None] - scores)).relu().mean())
+
+
+@fault
+def foreign_parameter(_):
+    centres, run = nn.Parameter(torch.ones(2, 2)), start(batch_size=SIZE)
+    for x, y in run:
+        run.step(nn.functional.cross_entropy(run.model(x) @ centres, y))
+
+
+@fault
 def uneven_mean(_):
     run = start(batch_size=SIZE)
     for x, y in run:
@@ -380,6 +395,49 @@ def own_statistics(_):
             return self.layer(x - self.mean)
 
     train(start(model=Centred(), probe=False))
+
+
+@fault
+def hidden_statistics(_):
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x):
+            self.mean.data.lerp_(x.mean(0), 0.1)
+            return self.layer(x - self.mean)
+
+    train(start(model=Centred(), probe=False))
+
+
+@fault
+def changed_input(_):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = nn.RMSNorm(3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            x = x.clone()
+            x += self.norm(x)
+            return self.layer(x)
+
+    train(start(model=Residual()))
+
+
+@fault
+def complex_parameter(_):
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.phase = nn.Linear(3, 2), nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return self.layer((x * self.phase).real)
+
+    train(start(model=Turned()))
 
 
 @fault

@@ -84,7 +84,28 @@ def looked_at(model, batch):  # an uneven mean, but no part of the loss
     return mean(model, batch)
 
 
+def ranking(model, batch):  # piecewise linear: its second derivatives are zero
+    scores = model(batch[0])[:, 0]
+    order = torch.sign(batch[1][:, None] - batch[1])
+    return (order != 0).mul((1 - order * (scores[:, None] - scores)).relu()).mean()
+
+
+def triplets(model, batch):
+    y = model(batch[0])
+    return F.triplet_margin_loss(y, y.roll(1, 0), y.roll(2, 0))
+
+
+def hinge_of_centred(model, batch):
+    y = model(batch[0])
+    return (1 - (y - y.mean(0)) * (2 * F.one_hot(batch[1], 3) - 1)).relu().mean()
+
+
 COUPLED: dict[str, Loss] = {
+    "ranking": ranking,
+    "triplets": triplets,
+    "hinge of centred": hinge_of_centred,
+    "flooded": lambda model, batch: (mean(model, batch) - 1).abs(),
+    "capped": lambda model, batch: mean(model, batch).clamp(max=1.3),
     "contrastive": contrastive,
     "hinge": hinge,
     "root": lambda model, batch: F.mse_loss(model(batch[0]), batch[0]).sqrt(),
@@ -114,6 +135,11 @@ APART: dict[str, Loss] = {
     "weighted examples": lambda m, b: (F.cross_entropy(m(b[0]), b[1], WEIGHTS, reduction="none")).mean(),
     "smoothed": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1),
     "looked at": looked_at,
+    "each example's hinge": lambda m, b: (1 - m(b[0]) * (2 * F.one_hot(b[1], 3) - 1)).relu().mean(),
+    "each example's cap": lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none").clamp(max=1.0).mean(),
+    "distances": lambda model, batch: F.l1_loss(model(batch[0]), batch[0]),
+    "triplets with given ones": lambda m, b: F.triplet_margin_loss(m(b[0]), b[0] + 1, b[0] - 1),
+    "best class": lambda m, b: (m(b[0]).max(1).values - m(b[0]).gather(1, b[1][:, None])[:, 0]).mean(),
 }
 
 
@@ -157,6 +183,24 @@ def test_losses_of_examples_are_looked_at_too():
     assert train(apart, loss_reduction="none").step_index == 2
 
 
+@pytest.mark.parametrize("how", ["a metric", "a frozen part", "a checkpointed part"])
+def test_what_the_loop_or_the_model_does_besides_does_not_hide_a_coupled_loss(how):
+    def loss(model, batch):
+        x = batch[0]
+        if how == "a metric":
+            with torch.no_grad():
+                model(x).argmax(1)
+        elif how == "a frozen part":
+            with torch.no_grad():
+                x = F.dropout(x, 0.1, training=False)
+        else:
+            x = checkpoint(model, x, use_reentrant=False)
+        return F.cross_entropy(model(x), batch[1]) ** 2
+
+    with pytest.raises(rgp.UnsupportedError, match="the loss couples"):
+        train(loss)
+
+
 def test_the_check_changes_nothing():
     weights = []
     for probe in (True, False):
@@ -187,6 +231,8 @@ FACTORS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
     "count in place": lambda losses, batch: losses.sum().div_((batch[2] != -100).sum().clamp(min=1).double()),
     "one by one": lambda losses, batch: (losses / (batch[2] != -100).sum()).sum(),
     "weight": lambda losses, batch: losses.sum(1).mean() * (1 / (batch[2] != -100).sum()),
+    "advantages": lambda losses, b: (losses.sum(1) * (b[0][:, 0] - b[0][:, 0].mean()) / b[0][:, 0].std()).mean(),
+    "class counts": lambda losses, b: (losses.sum(1) / b[1].bincount(minlength=3)[b[1]]).sum(),
     "own size": lambda losses, batch: losses.sum(1).mean() / losses.sum(1).mean().detach(),
 }
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from rgp.errors import UnsupportedError, WrongUseError
 from rgp.losses import MEANS, Trail, is_uneven, outputs_of
 from rgp.rules import ANYTIME, RULES
+from rgp.rules.derived import derived
 from rgp.slots import Slot
 
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -46,6 +47,7 @@ class Capture(TorchFunctionMode):
         self.examples: int | None = None
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
+        self._forms: dict[Slot, Tensor | None] = {}  # as what a parameter was used: what was derived from it, or itself
         self.trail = Trail()  # of this micro-batch, for losses.py
         self.keeps_trail = False  # whether all of it is asked for
 
@@ -73,6 +75,7 @@ class Capture(TorchFunctionMode):
 
     def _forget(self) -> None:
         self._derived.clear()
+        self._forms.clear()
         self.trail.clear()
 
     def slot(self, tensor: Any) -> Slot | None:
@@ -83,11 +86,22 @@ class Capture(TorchFunctionMode):
         """(slot, whether the tensor is its parameter's transpose)."""
         if (slot := self._slots.get(id(tensor))) is not None:
             return slot, False
-        _, derived, transposed = self._derived.get(id(tensor), (None, None, False))
-        return derived, transposed
+        _, stands_for, transposed = self._derived.get(id(tensor), (None, None, False))
+        return stands_for, transposed
 
     def remember(self, tensor: Tensor, slot: Slot, transposed: bool) -> None:
         self._derived[id(tensor)] = (tensor, slot, transposed)
+
+    def used_as(self, slot: Slot, form: Tensor | None) -> None:
+        """Its parameter is used as it is (None), or as something that was derived from it: as one of them, not both."""
+        before = self._forms.setdefault(slot, form)
+        with torch._C.DisableTorchFunction():
+            same = before is form or (before is not None and form is not None and torch.equal(before, form))
+        if not same:
+            raise UnsupportedError(
+                f"parameter {slot.entry.name!r} is used in two forms, one of them made by derived(): the gradients of both are "
+                "clipped as one, and could not be carried back through two functions. Use one form, or two parameters."
+            )
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -131,10 +145,14 @@ class Capture(TorchFunctionMode):
         if not met:
             return func(*args, **kwargs)
         if (rule := RULES.get(func)) is not None:
-            self.recomputes = self.recomputes or _saved_tensors_hooks(False) is not None
+            again = _saved_tensors_hooks(False) is not None
+            self.recomputes = self.recomputes or again
+            if func is not derived:
+                for slot in (slot for operand in _operands(args, kwargs) if (slot := self._slots.get(id(operand)))):
+                    self.used_as(slot, None)
             result = rule(self, func, args, kwargs)
             if self.keeps_trail:
-                self.trail.outputs += outputs_of(result)
+                self.trail.add_outputs(result, again=again)
             return result
         result = func(*args, **kwargs)
         # shapes, dtypes, detached copies and the like carry no gradient and need no rule

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -37,6 +36,7 @@ from rgp import errors
 from rgp.errors import RankError, UnsupportedError
 from rgp.ledger import Ledger
 from rgp.streams import Streams
+from rgp.torchstate import bits_of, is_sharded
 
 NOTE = 1024  # bytes of a short message, sent in one piece
 PIECE = 1 << 28  # bytes of a long one that are sent at once
@@ -61,7 +61,6 @@ class Standing:
 
 SAME = ("step numbers", "draws", "releases on record", "weights", "carriers")  # of all ranks: columns 1 to 5
 COUNTS = len(fields(Standing)) - 1  # columns before `used`
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -302,15 +301,8 @@ class Group(Ranks):
         found = 0
         for tensor in tensors:
             if not is_sharded(tensor):  # of which each rank holds another part
-                bits = tensor.detach().view(_BITS[tensor.element_size()])
-                found = (found * 31 + int(bits.sum(dtype=torch.int64))) % 2**63
+                found = (found * 31 + int(bits_of(tensor))) % 2**63
         return found
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether this is a DTensor (whose module takes long to import)."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _row(standing: Standing) -> list[int]:

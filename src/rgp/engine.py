@@ -29,7 +29,7 @@ from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.clipping import ClippedSum, Gradients
 from rgp.clips import AdaptiveClip, group_of
-from rgp.distributed import HERE, STOPS, Ranks, Standing, Traffic, is_sharded
+from rgp.distributed import HERE, STOPS, Ranks, Standing, Traffic
 from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
@@ -47,7 +47,7 @@ from rgp.settings import Settings
 from rgp.sharding import Filler, Sharding, product, shard
 from rgp.slots import CarriedSlot, Slot, make_slot
 from rgp.streams import Streams
-from rgp.torchstate import Watch, forked_rng, kept_rng, momentum_of, remove_mode, seed_others
+from rgp.torchstate import Watch, forked_rng, is_sharded, kept_rng, momentum_of, remove_mode, seed_others
 from rgp.vetting import Vetting
 
 
@@ -254,7 +254,8 @@ class Run:
         counts = not isinstance(self._indices, Filler)
         self._failed = True
         try:
-            self._vetting.check(loss, m, step)
+            if not self._plain:
+                self._vetting.check(loss, m, step)
             if any(slot.used for slot in self._slots.values()):
                 raise WrongUseError(
                     "a backward pass was run on this batch before run.step(loss), by torch.autograd.grad or "
@@ -652,7 +653,7 @@ class Run:
             self._capture.begin(m)
         self._capture.__enter__()
         self._residual_off()
-        self._watch.start()
+        self._watch.start(closely=part == 0 and view == 0)
 
     @torch.no_grad()
     def _residual_off(self) -> None:

@@ -76,5 +76,5 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, T
     foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ValueError(
-            f"the optimizer holds {foreign} tensors that are not parameters of the model; give them another one"
+            f"the optimizer holds {foreign} tensors that are not parameters of the model; leave them out, or make them a part"
         )

@@ -4,7 +4,8 @@ Clipping bounds an example's influence only if its gradient does not depend on t
 that can be seen:
 
 - what one example's output is pushed towards depends on another's output (contrastive terms, the root of a mean, a
-  ranking). Then mixed second derivatives are not zero: `check_apart`, once per run;
+  ranking). Then mixed second derivatives are not zero; or, with hinges, something that is not linear is applied to numbers
+  that depend on both: `check_apart`, once per run;
 - a mean over tokens, over weighted classes, or over what a mask left, whose divisor depends on everybody's labels:
   `check_even`, for every batch;
 - a factor that was counted over the whole batch (`losses.sum() / mask.sum()`). It may be the same whatever the examples
@@ -42,6 +43,14 @@ _OF_ENTRIES = (
 )
 MEANS = frozenset((*_OF_LABELS, *_OF_ENTRIES))
 _FACTORS = ("mul", "multiply", "div", "divide", "true_divide", "rdiv", "rmul", "rtruediv", "truediv")
+_REDUCTIONS = ("mean", "sum", "std", "var", "amax", "amin", "bincount", "logsumexp", "count_nonzero", "norm", "prod")
+_LINEAR = (
+    "Sum Mean Add Sub Rsub Neg View UnsafeView Reshape Squeeze Unsqueeze Expand Select Slice Index Stack Cat T Transpose "
+    "Permute Clone AsStrided ToCopy Alias Copy Where MaskedFill MaskedSelect Gather NllLoss NllLoss2D NllLossNd Split Unbind "
+    "Repeat Flatten Diagonal Narrow"
+)
+_PRODUCTS = ("Mul", "Div")  # linear if one of the factors is a constant
+NONLINEAR = 16  # places before operations that are not linear, at which dependence is looked at
 LARGEST = 2**24  # entries: second derivatives of more (a language model's logits) would be the largest thing in memory
 TOLERANCE = 1e-6  # where examples are apart, the second derivatives are zeros, not small numbers
 Output = tuple[GradientEdge, tuple[int, ...]]  # where gradients arrive at an operation's result, and its shape
@@ -54,11 +63,19 @@ class Trail:
         self.outputs: list[Output] = []  # of operations with trained parameters
         self.uneven: list[Output] = []  # means with a divisor that is not the same for all examples
         self.scaled: list[Output] = []  # products with a number that was computed from the batch
-        self._counted: dict[int, Tensor] = {}  # such numbers
+        self.again: set[Node] = set()  # outputs that an activation checkpoint will compute again
+        self._counted: dict[int, Tensor] = {}  # numbers that were computed from the whole batch
 
     def clear(self) -> None:
-        for kept in (self.outputs, self.uneven, self.scaled, self._counted):
+        for kept in (self.outputs, self.uneven, self.scaled, self.again, self._counted):
             kept.clear()
+
+    def add_outputs(self, result: Any, *, again: bool) -> None:
+        """Of an operation with a trained parameter. again: whether it stands in an activation checkpoint."""
+        found = outputs_of(result)
+        self.outputs += found
+        if again:
+            self.again.update(_nodes(found))
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """For `check_factors`."""
@@ -69,8 +86,18 @@ class Trail:
         if result.requires_grad:
             if counted and getattr(func, "__name__", "").strip("_") in _FACTORS:
                 self.scaled += outputs_of(result)
-        elif result.dim() == 0 and (counted or any(t.dim() or t.requires_grad for t in operands)):
+        elif counted or _is_of_whole_batch(func, operands, result):
             self._counted[id(result)] = result
+
+
+def _is_of_whole_batch(func: Any, operands: Sequence[Tensor], result: Tensor) -> bool:
+    """Whether this is a number, or numbers per class and the like, to which all rows have contributed."""
+    if result.dim() == 0:
+        return any(t.dim() or t.requires_grad for t in operands)
+    name = getattr(func, "__name__", "")
+    if name not in _REDUCTIONS or not operands or not operands[0].dim():
+        return False
+    return name == "bincount" or (result.dim() < operands[0].dim() and len(result) != len(operands[0]))
 
 
 def outputs_of(result: Any) -> list[Output]:
@@ -88,12 +115,14 @@ def check_apart(loss: Tensor, trail: Trail, m: int) -> None:
     if not last or sum(prod(shape) for _, shape in last) > LARGEST:
         return
     edges = [edge for edge, _ in last]
+    if any(edge.node in trail.again for edge in edges):
+        return
     try:
         rows = _reached_from_first(loss, edges, m)
     except RuntimeError:  # an operation without second derivatives: nothing can be seen
         return
     limit = TOLERANCE * max((float(r.abs().max()) for r in rows), default=0.0)
-    if any(bool((r[1:].abs() > limit).any()) for r in rows):
+    if any(bool((r[1:].abs() > limit).any()) for r in rows) or _meets_mixtures(loss, last, m):
         raise UnsupportedError(
             "the loss couples the examples of a batch: the gradient of one example depends on the outputs of another, so "
             "no clipping bounds its influence. Contrastive and ranking terms do that, a power or a root of the mean loss, "
@@ -125,6 +154,77 @@ def _reached(starts: Iterable[Node | None], among: Iterable[Node], *, through: b
             found.add(node)
         if through or node not in wanted:
             waiting += [parent for parent, _ in node.next_functions if parent is not None]
+    return found
+
+
+def _meets_mixtures(loss: Tensor, last: list[Output], m: int) -> bool:
+    """Whether an operation that is not linear (a hinge) is given numbers that depend on several examples.
+
+    Where it is piecewise linear, second derivatives are zero and cannot tell.
+    """
+    edges = [edge for edge, _ in last]
+    for place in _inputs_of_nonlinear(loss, {edge.node for edge in edges}):
+        if (shape := _shape_at(place)) is None or prod(shape) > LARGEST:
+            continue
+        across = torch.zeros(shape, dtype=loss.dtype, device=loss.device, requires_grad=True)
+        options: Any = {"retain_graph": True, "allow_unused": True}
+        try:
+            found = torch.autograd.grad([place], edges, [across], create_graph=True, **options)
+            back = [(g, s) for g, (_, s) in zip(found, last, strict=True) if g is not None and g.requires_grad]
+            # J u, for a u of the first example's outputs, and for one of all others'
+            own, rest = (
+                torch.autograd.grad([g for g, _ in back], across, [_along(g, s, m, first) for g, s in back], **options)[
+                    0
+                ]
+                for first in (True, False)
+            )
+        except (RuntimeError, TypeError):  # an operation without second derivatives, or a torch that cannot start here
+            continue
+        if own is not None and rest is not None and bool(((own != 0) & (rest != 0)).any()):
+            return True
+    return False
+
+
+def _along(like: Tensor, shape: tuple[int, ...], m: int, first: bool) -> Tensor:
+    """Some direction in which only the first example's rows move, or all but them."""
+    direction = torch.cos(torch.arange(like.numel(), dtype=like.dtype, device=like.device)).reshape(m, -1)
+    direction[slice(1, None) if first else slice(0, 1)] = 0
+    return direction.reshape(shape)
+
+
+def _inputs_of_nonlinear(loss: Tensor, ends: set[Node]) -> list[GradientEdge]:
+    """Where gradients leave the operations between the outputs and the loss that are not linear; those next to it first."""
+    found: list[GradientEdge] = []
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting and len(found) < NONLINEAR:
+        node = waiting.pop(0)
+        if node is None or node in seen or node in ends:
+            continue
+        seen.add(node)
+        parents = [(parent, at) for parent, at in node.next_functions if parent is not None]
+        kind = node.name().removesuffix("Backward").rstrip("0123456789").removesuffix("Backward")
+        if not (kind in _LINEAR.split() or (kind in _PRODUCTS and len(parents) == 1)):
+            found += [GradientEdge(parent, at) for parent, at in parents]
+        waiting += [parent for parent, _ in parents]
+    return found
+
+
+def _shape_at(place: GradientEdge) -> tuple[int, ...] | None:
+    metadata = getattr(place.node, "_input_metadata", ())
+    return tuple(metadata[place.output_nr].shape) if place.output_nr < len(metadata) else None
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The tensors in whose .grad a backward pass would leave something."""
+    seen, waiting, found = set(), [loss.grad_fn], []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.append(variable)
+        waiting += [parent for parent, _ in node.next_functions]
     return found
 
 

@@ -338,6 +338,12 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
     if not plan.trained:
         raise ValueError("the plan trains nothing: every parameter is frozen (requires_grad is False, or overrides)")
     trained = {e.name for e in plan.trained}
+    for name, parameter in model.named_parameters():
+        if name in trained and parameter.is_complex():
+            raise UnsupportedError(
+                f"parameter {name!r} is complex, and its imaginary part would be lost. Freeze it (overrides={{{name!r}: "
+                "'frozen'}), or keep the two parts in real parameters and combine them with torch.complex."
+            )
     devices = {p.device for n, p in model.named_parameters() if n in trained}
     if len(devices) > 1:
         raise ValueError(
@@ -350,5 +356,5 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
                 raise UnsupportedError(
                     f"module {prefix or '(the model)'!r} is {type(module).__name__}, whose fused kernel gives no per-example "
                     f"gradients: {names[0]!r} cannot be trained. Freeze it (overrides={{'{prefix}*': 'frozen'}}), or write the "
-                    "recurrence with nn.LSTMCell's linear layers."
+                    "recurrence with nn.Linear layers."
                 )

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rgp.distributed import is_sharded
 from rgp.errors import UnsupportedError
+from rgp.torchstate import is_sharded
 
 
 class Filler(list[int]):

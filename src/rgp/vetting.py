@@ -13,7 +13,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from rgp.capture import Capture
-from rgp.losses import check_apart, check_even, check_factors
+from rgp.errors import WrongUseError
+from rgp.losses import check_apart, check_even, check_factors, leaves_of
 from rgp.probe import Recorder, check_examples_apart
 from rgp.streams import Streams
 
@@ -38,6 +39,7 @@ class Vetting:
         # whether the loss has; with sharded weights a look at its gradients would gather them, on this rank alone
         self.loss_open = wanted and all_ranks is None
         self._recorder: Recorder | None = None
+        self._step = -1  # of the loss whose parameters were looked at last
 
     def begin(self, m: int) -> None:
         if self.model_open and m > 1:
@@ -50,14 +52,17 @@ class Vetting:
             self._recorder = None
 
     def check(self, loss: Tensor, m: int, step: int) -> None:
-        """Raise if examples are not kept apart."""
+        """Raise if examples are not kept apart, or if a parameter takes part that is not the run's."""
+        if step != self._step:
+            self._step = step
+            self._check_parameters(loss)
         if self.model_open:
             self._check_model(m, step)
         self._check_loss(loss, m)
 
     def _check_model(self, m: int, step: int) -> None:
-        call = None if self._recorder is None else self._recorder.call
-        if not self._every(call is not None):
+        calls = [] if self._recorder is None else self._recorder.calls
+        if not self._every(bool(calls)):
             if self._capture.trail.outputs:
                 self.model_open = False
                 warnings.warn(
@@ -65,11 +70,11 @@ class Vetting:
                     "examples of a batch apart. Check it once with rgp.check(model, batch, loss_fn): see docs/pitfalls.md."
                 )
             return
-        assert call is not None
+        self.end()
         names, seed = self._capture.names(), self._streams.torch_seed(step, part=2**33)
         with self._capture.paused():
-            apart = check_examples_apart(self._model, call, m, names, seed, self._every, self._some)
-        self.model_open = not apart
+            apart = [check_examples_apart(self._model, c, m, names, seed, self._every, self._some) for c in calls]
+        self.model_open = not all(apart)
 
     def _every(self, flag: bool) -> bool:
         """Whether it holds on all ranks that pass together."""
@@ -78,11 +83,20 @@ class Vetting:
     def _some(self, flag: bool) -> bool:
         return not self._every(not flag)
 
+    def _check_parameters(self, loss: Tensor) -> None:
+        known, leaves = self._capture.names(), leaves_of(loss)
+        foreign = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
+        if foreign and any(id(leaf) in known for leaf in leaves):
+            raise WrongUseError(
+                f"a parameter of shape {tuple(foreign[0].shape)} that is not the model's takes part in the loss: it would get a "
+                "gradient that is neither clipped nor noisy. Make it a part of the model (an attribute of the module) before "
+                "privatize, or freeze it with requires_grad_(False). Nothing of this batch was released."
+            )
+
     def _check_loss(self, loss: Tensor, m: int) -> None:
         trail = self._capture.trail
         check_even(loss, trail)
         if trail.outputs:
             self.loss_open = False
             check_factors(loss, trail)
-            if not self._capture.recomputes:
-                check_apart(loss, trail, m)
+            check_apart(loss, trail, m)

@@ -443,6 +443,30 @@ PRIVATE = group(
         by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[contrastive-rgp]",),
     ),
     mutant(
+        "hinges between examples",
+        "a ranking loss, whose second derivatives are zero, is not refused",
+        ("losses.py", "if own is not None and rest is not None and", "if False and"),
+        by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[ranking-rgp]",),
+    ),
+    mutant(
+        "parameters of the loss",
+        "a parameter that is not the model's gets its gradient without clipping and noise",
+        ("vetting.py", "if foreign and any(", "if False and any("),
+        by=("test_vetting.py::test_a_parameter_that_is_not_the_models_is_refused",),
+    ),
+    mutant(
+        "statistics kept through .data",
+        "what a pass writes past torch's version counters is published",
+        ("torchstate.py", "self._bits = self._sums() if closely else None", "self._bits = None"),
+        by=("test_vetting.py::test_a_forward_pass_that_keeps_something_of_the_data_is_refused[follows_data]",),
+    ),
+    mutant(
+        "what trained parameters meet",
+        "a batch's mean in front of a layer of zeros is not noticed",
+        ("probe.py", "self.note(name, y, *operands)", "self.note(name, y)"),
+        by=("test_vetting.py::test_a_model_that_mixes_examples_is_refused[into a head of zeros]",),
+    ),
+    mutant(
         "means over everybody's tokens",
         "a mean whose divisor depends on all labels is not refused",
         ("losses.py", "return bool((counts != counts[0]).any())", "return False"),

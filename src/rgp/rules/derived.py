@@ -42,6 +42,7 @@ def _rule(capture, func, args, kwargs):
             f"{tuple(value.shape)}; they must be the same"
         )
     value.requires_grad_()  # so that the operation takes part in the backward pass, as with the parameter itself
+    capture.used_as(slot, value)
     slot.derive = f
     capture.remember(value, slot, False)
     return value

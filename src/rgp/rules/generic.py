@@ -11,6 +11,12 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from rgp.errors import UnsupportedError
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
 
 class _Watched(torch.autograd.Function):
     """Runs `call` on detached inputs, remembers its inner graph, and tells `tell` the output's gradient."""
@@ -21,12 +27,17 @@ class _Watched(torch.autograd.Function):
         # its own hooks: an activation checkpoint around it must not drop and recompute what the inner graph saves
         with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
             ctx.output = call(*ctx.inputs)
-        ctx.tell = tell
+        ctx.tell, ctx.versions = tell, [_version(x) for x in ctx.inputs]
         return ctx.output.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        if ctx.versions != [_version(x) for x in ctx.inputs]:
+            raise UnsupportedError(
+                "an input of an operation with trained parameters was changed in place before the backward pass, which needs "
+                "it as it was: write x = x + y in place of x += y"
+            )
         ctx.tell(grad)
         wanted = [x for x in ctx.inputs if x.requires_grad]
         found = iter(torch.autograd.grad(ctx.output, wanted, grad, allow_unused=True) if wanted else ())
