@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from rgp.errors import UnsupportedError, WrongUseError
 from rgp.losses import MEANS, Trail, is_uneven, outputs_of
-from rgp.rules import ANYTIME, RULES
+from rgp.rules import ANYTIME, RULES, TRANSPOSED
 from rgp.rules.derived import derived
 from rgp.slots import Slot
 
@@ -150,6 +150,11 @@ class Capture(TorchFunctionMode):
             if func is not derived:
                 for slot in (slot for operand in _operands(args, kwargs) if (slot := self._slots.get(id(operand)))):
                     self.used_as(slot, None)
+            if func not in TRANSPOSED and any(self.find(operand)[1] for operand in _operands(args, kwargs)):
+                raise UnsupportedError(
+                    f"parameter {met[0].entry.name!r} was used transposed in {resolve_name(func) or func}, which has a rule only "
+                    "for parameters as they are. Freeze it, or keep it the other way round."
+                )
             result = rule(self, func, args, kwargs)
             if self.keeps_trail:
                 self.trail.add_outputs(result, again=again)

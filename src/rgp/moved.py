@@ -40,7 +40,9 @@ class Moves:
                 parameter = self.waiting[name]
                 if not torch.equal(old, parameter.detach().flatten()[:ENTRIES]):
                     del self.waiting[name]
-                elif parameter._version == version or (self._scheduler is None and self._rate(parameter) == 0):
+                elif self._rate(parameter) == 0 and self._scheduler is not None:
+                    continue  # a warm-up begins so
+                elif self._rate(parameter) == 0 or (parameter._version == version and not self._is_fused(parameter)):
                     raise WrongUseError(
                         f"parameter {name!r} is trained by the plan, got its noise, and did not move: "
                         f"{type(self._optimizer).__name__}.step() left it alone, or its learning rate is 0. Freeze it with "
@@ -56,8 +58,11 @@ class Moves:
             )
 
     def _rate(self, parameter: Tensor) -> float:
-        return next(
-            float(group.get("lr", 1.0))
-            for group in self._optimizer.param_groups
-            if any(p is parameter for p in group["params"])
-        )
+        return float(self._group(parameter).get("lr", 1.0))
+
+    def _is_fused(self, parameter: Tensor) -> bool:
+        """Fused kernels write past torch's version counters."""
+        return bool(self._group(parameter).get("fused"))
+
+    def _group(self, parameter: Tensor) -> dict[str, Any]:
+        return next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))

@@ -178,7 +178,7 @@ class _Watch(TorchFunctionMode):
             args, kwargs = _without_dropout(_DROPOUT_AT[func], args, kwargs)
         result = func(*args, **kwargs)
         name = next((self.names[id(a)] for a in (*args, *kwargs.values()) if id(a) in self.names), None)
-        if name is not None and func is derived:
+        if name is not None and (func is derived or self._is_of_parameters(args, kwargs)):
             self.names[id(result)] = name
             self._alive.append(result)
         elif name is not None:
@@ -192,6 +192,11 @@ class _Watch(TorchFunctionMode):
                 operands.clear()
             self.note(name, y, *operands)
         return result
+
+    def _is_of_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Nothing of the batch takes part: W.T is no activation."""
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        return all(id(t) in self.names or isinstance(t, nn.Parameter) for t in tensors)
 
     def note(self, name: str, *tensors: Any) -> None:
         found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import rgp
@@ -118,6 +118,12 @@ class PrivacyArguments:
             raise ValueError(f"{', '.join(given)}: method {self.method!r} has no carriers; leave it out, or use rgp")
         return METHODS[self.method](head_scale=self.head_scale, overrides=self.treatments, **given)
 
+    def record(self) -> dict[str, Any]:
+        """What a run is made with, and cannot change when it is gone on with."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "log_loss"} | {
+            "overrides": dict(self.treatments)
+        }
+
     @property
     def private(self) -> bool:
         return self.noise_multiplier != 0
@@ -147,6 +153,11 @@ def refuse(args: Any) -> None:
         ("torch_compile", args.torch_compile, "it hides the model's operations from the engine"),
         ("use_liger_kernel", args.use_liger_kernel, "its fused kernels hide operations from the engine"),
         ("auto_find_batch_size", args.auto_find_batch_size, "it repeats steps; set per_device_train_batch_size"),
+        (
+            "neftune_noise_alpha",
+            args.neftune_noise_alpha,
+            "its noise is scaled by the longest text of a batch, so that examples depend on each other",
+        ),
         ("push_to_hub", args.push_to_hub, "it would publish training losses; publish what save_model writes"),
         (
             "include_num_input_tokens_seen",

@@ -35,12 +35,16 @@ from transformers.utils import logging
 import rgp
 from rgp import accounting
 from rgp.engine import Run
+from rgp.errors import UnsupportedError
 from rgp.integrations.arguments import PrivacyArguments, logical_batch, refuse, strategy, taken_over
+from rgp.padding import check_padding
 from rgp.sampling import check_dataset
+from rgp.torchstate import evaluating, forked_rng
 from rgp.train.meters import EpsilonSoFar
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
+RECORD = "arguments.json"  # in it: the PrivacyArguments
 FOLDER = "_privacy"  # in output_dir; files whose names begin so are not uploaded by the Trainer
 IGNORED = -100
 logger = logging.get_logger(__name__)
@@ -68,14 +72,24 @@ class PrivateTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.privacy, self.public_loss = privacy, public_loss
         self.run: Run | None = None  # of the last train()
+        self._checking = False  # whether losses are tried before a run
         self._curve: Any = None
-        if self.train_dataset is not None:
-            self._size = check_dataset(self.train_dataset)
-            self._batch_size = logical_batch(self.args, privacy)
-            if self._batch_size > self._size:
-                raise ValueError(
-                    f"the logical batch size {self._batch_size} must be at most {self._size}, the size of train_dataset"
+        for name in ("training_step", "get_train_dataloader", "_get_train_sampler"):
+            if getattr(type(self), name) is not getattr(Trainer, name):
+                raise TypeError(
+                    f"{type(self).__name__}.{name} would never be called: sampling and steps are the engine's. Override "
+                    "compute_loss, or use rgp.privatize with a loop of your own."
                 )
+        if self.train_dataset is not None:
+            self._measure()
+
+    def _measure(self) -> None:
+        self._size = check_dataset(self.train_dataset)
+        self._batch_size = logical_batch(self.args, self.privacy)
+        if self._batch_size > self._size:
+            raise ValueError(
+                f"the logical batch size {self._batch_size} must be at most {self._size}, the size of train_dataset"
+            )
 
     # ------------------------------------------------------------------ training
 
@@ -95,6 +109,7 @@ class PrivateTrainer(Trainer):
                 "this trainer has trained already: a second run on the same data would add to epsilon, and the card of the "
                 "model would not know. Go on with resume_from_checkpoint, or make a new trainer and account for both runs."
             )
+        self._measure()  # train_dataset may have been set since
         steps = self._steps()
         # made anew for every run, as in the Trainer's own loop; before privatize, which turns requires_grad off
         self.create_optimizer()
@@ -131,7 +146,9 @@ class PrivateTrainer(Trainer):
             for hook in hooks:
                 hook.remove()
             run.close()
-        return self._end(run, began, run.step_index - first)
+        memory: dict[str, Any] = {}
+        self._memory_tracker.stop_and_update_metrics(memory)  # which knows its caller by name
+        return self._end(run, began, run.step_index - first, memory)
 
     def _loop(self, run: Run, trial: Any, ignore_keys: list[str] | None) -> None:
         fresh, epoch = True, int(self._epochs(run.step_index))
@@ -192,13 +209,13 @@ class PrivateTrainer(Trainer):
                 self._save_checkpoint(self.model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
-    def _end(self, run: Run, began: float, steps: int) -> TrainOutput:
+    def _end(self, run: Run, began: float, steps: int, memory: dict[str, Any]) -> TrainOutput:
         metrics = speed_metrics("train", began, num_samples=steps * self._batch_size, num_steps=steps)
         seen = self._seen_total + self._examples
         loss = (self._loss_total + self._loss_sum) / seen if seen and self.privacy.log_loss else math.nan
         if self.privacy.log_loss:
             metrics["train_loss"] = loss
-        self._memory_tracker.stop_and_update_metrics(metrics)
+        metrics.update(memory)
         self.log(metrics)
         if run.ema is not None:  # for good: the mean is what is evaluated and saved from now on
             parameters = dict(self.model.named_parameters())
@@ -234,7 +251,10 @@ class PrivateTrainer(Trainer):
             "public_loss": self.public_loss,
         }
         method, folder = privacy.make_method(), Path(args.output_dir) / FOLDER
+        if privacy.private:
+            self._check_losses(dataset, collate)
         if resume is not None:
+            self._check_record(folder)
             last = get_last_checkpoint(args.output_dir)
             if last is None or Path(last).resolve() != Path(resume).resolve():
                 raise ValueError(
@@ -258,7 +278,7 @@ class PrivateTrainer(Trainer):
         if privacy.epsilon is not None:
             budget = rgp.Budget(privacy.epsilon, privacy.delta, accountant=privacy.accountant)
         clip: Any = privacy.clip if privacy.private else None
-        return rgp.privatize(
+        run = rgp.privatize(
             self.model,
             self.optimizer,
             dataset,
@@ -275,6 +295,51 @@ class PrivateTrainer(Trainer):
             folder=folder,
             **loading,
         )
+        if run.ranks.first:
+            (folder / RECORD).write_text(json.dumps(privacy.record(), indent=2) + "\n", encoding="utf-8")
+        return run
+
+    def _check_record(self, folder: Path) -> None:
+        """A run that is gone on with keeps its privacy arguments: they are on its card."""
+        if not (folder / RECORD).exists():  # another machine's
+            return
+        recorded = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        for name, value in json.loads(json.dumps(self.privacy.record())).items():
+            if name in recorded and recorded[name] != value:
+                raise ValueError(
+                    f"PrivacyArguments.{name} is {value!r}, and the run in {str(folder.parent)!r} was made with "
+                    f"{recorded[name]!r}: go on with what it was made with, or start another run"
+                )
+
+    def _check_losses(self, dataset: Any, collate: Any) -> None:
+        """Before anything is released: an example's loss is its own, whatever the padding, and the model's."""
+
+        def mean_loss(batch: Any) -> Tensor:
+            return self.compute_loss(self.model, self._prepare_inputs(batch))
+
+        self._checking = True
+        try:
+            self._check_own_loss(collate([dataset[0]]))
+            check_padding(self.model, dataset, collate, mean_loss)
+        finally:
+            self._checking = False
+
+    def _check_own_loss(self, batch: Any) -> None:
+        """What is trained in place of the model's mean over all tokens is the same for one example."""
+        inputs = self._prepare_inputs(batch)
+        if type(self).compute_loss is not PrivateTrainer.compute_loss or not self._takes_over(inputs):
+            return
+        if self.args.label_smoothing_factor:
+            return
+        with torch.no_grad(), forked_rng(0), evaluating(self.model):
+            ours, outputs = self.compute_loss(self.model, dict(inputs)), self.model(**inputs)
+        theirs = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        if theirs.numel() == 1 and not bool((ours - theirs).abs() <= 1e-2 * (1 + theirs.abs())) and theirs.isfinite():
+            raise UnsupportedError(
+                f"the loss of {type(self.model).__name__} is not the mean cross-entropy of an example's labels, which would be "
+                f"trained: for one example it is {float(theirs):.4g}, not {float(ours):.4g} (a shift of the labels, an auxiliary "
+                "loss, CTC). Override compute_loss: return a loss for each example, or their mean."
+            )
 
     def _data(self) -> tuple[Any, Any]:
         """The dataset and the collator, as the Trainer's own data loader has them."""
@@ -325,13 +390,15 @@ class PrivateTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """In training, the mean over examples of each example's own loss; in evaluation, the Trainer's own."""
-        labels = inputs.get("labels")
-        own = self.compute_loss_func is None and isinstance(labels, Tensor) and not labels.is_floating_point()
-        if not (model.training and own):
+        labels: Any = inputs.get("labels")
+        if (
+            not (model.training or self._checking)
+            or self.compute_loss_func is not None
+            or not isinstance(labels, Tensor)
+        ):
             return super().compute_loss(model, inputs, return_outputs=return_outputs)
-        assert labels is not None
-        if labels.dim() < 2:
-            if bool((labels == IGNORED).any()):
+        if not self._takes_over(inputs):
+            if not labels.is_floating_point() and bool((labels == IGNORED).any()):
                 raise ValueError(
                     "a label is -100, to be ignored: drop such examples, for a mean without them mixes examples"
                 )
@@ -343,9 +410,18 @@ class PrivateTrainer(Trainer):
         loss = token_losses(logits, labels, shift=causal, smoothing=self.args.label_smoothing_factor).mean()
         return (loss, outputs) if return_outputs else loss
 
+    def _takes_over(self, inputs: dict[str, Any]) -> bool:
+        """Whether examples have several labels each, of which the model would take one mean."""
+        labels = inputs.get("labels")
+        return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1
+
     def _is_causal(self, model: nn.Module) -> bool:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        names = {kind.__name__ for kind in type(base).__mro__}  # a class of the user's is what it is made from
+        if names.intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+            return True
+        shifts = getattr(base, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration")
+        return shifts and not getattr(base.config, "is_encoder_decoder", False)
 
     # ------------------------------------------------------------------ epsilon, logs, files
 
@@ -402,7 +478,7 @@ class PrivateTrainer(Trainer):
             dataset=type(self.train_dataset).__name__,
             model=name,
             secure_noise=self.privacy.secure_noise,
-            seed_known=self.privacy.noise_seed is not None,
+            seed_known=self.run._streams.known,
         )
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:

@@ -20,15 +20,18 @@ from collections.abc import Callable
 from typing import Any
 
 RULES: dict[Any, Callable[..., Any]] = {}
+TRANSPOSED: set[Any] = set()  # operations whose rules know what to do with a transposed parameter
 ANYTIME: dict[Any, Callable[..., Any]] = {}  # applied during capture whether or not a trained parameter takes part
 
 
-def rule(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a full rule for these operations."""
+def rule(*operations: Any, transposed: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a full rule for these operations. transposed: it uses `capture.find`, and so minds transposed parameters."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         for operation in operations:
             RULES[operation] = function
+            if transposed:
+                TRANSPOSED.add(operation)
         return function
 
     return add

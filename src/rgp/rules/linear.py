@@ -73,13 +73,13 @@ def product(capture, x: Tensor, weight: Tensor, bias: Tensor | None, *, transpos
     return _MatMul.apply(x, weight, frozen_bias, slot, bias_slot, transposed, capture.examples)
 
 
-@rule(F.linear)
+@rule(F.linear, transposed=True)
 def linear(capture, func, args, kwargs):
     x, weight, bias = _bind(("input", "weight", "bias"), args, kwargs)
     return product(capture, x, weight, bias, transposed=True)
 
 
-@rule(torch.addmm, torch.Tensor.addmm)
+@rule(torch.addmm, torch.Tensor.addmm, transposed=True)
 def addmm(capture, func, args, kwargs):
     bias, x, weight = _bind(("input", "mat1", "mat2"), args, kwargs)
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1 or capture.slot(x) is not None:
@@ -87,7 +87,7 @@ def addmm(capture, func, args, kwargs):
     return product(capture, x, weight, bias, transposed=False)
 
 
-@rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+@rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, transposed=True)
 def matmul(capture, func, args, kwargs):
     x, weight = _bind(("input", "mat2" if "mat2" in kwargs else "other"), args, kwargs)
     slot, _ = capture.find(weight)
@@ -96,7 +96,7 @@ def matmul(capture, func, args, kwargs):
     return product(capture, x, weight, None, transposed=False)
 
 
-@rule(torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)
+@rule(torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__, transposed=True)
 def transpose(capture, func, args, kwargs):
     slot, transposed = capture.find(args[0])
     if len(slot.entry.shape) != 2:
@@ -106,7 +106,7 @@ def transpose(capture, func, args, kwargs):
     return result
 
 
-@rule(torch.transpose, torch.Tensor.transpose)
+@rule(torch.transpose, torch.Tensor.transpose, transposed=True)
 def swap(capture, func, args, kwargs):
     tensor, a, b = _bind(("input", "dim0", "dim1"), args, kwargs)
     slot, transposed = capture.find(tensor)
