@@ -252,6 +252,11 @@ def second_loop(_):
     check_as_if_nothing_had_been(run)
     with pytest.raises(rgp.WrongUseError, match="another loop"):
         next(first)
+    run = start(microbatch_size=2)
+    first, second = iter(run), iter(run)
+    run.step(loss_of(run, next(second)))
+    with pytest.raises(rgp.WrongUseError, match="another loop"):
+        next(first)  # which had not begun yet
 
 
 @fault

@@ -241,6 +241,44 @@ def test_resume_gives_the_uninterrupted_run_and_charges_nothing_twice(tmp_path):
     assert not list((tmp_path / "cut").glob("checkpoint-*/optimizer.pt"))  # nothing to unpickle
 
 
+@pytest.mark.parametrize(
+    "changed", [{"noise_seed": None}, {"clip": 1.0}, {"unit": "one user"}, {"overrides": {"*norm*": "frozen"}}]
+)
+def test_a_run_that_is_gone_on_with_keeps_its_privacy_arguments(tmp_path, changed):
+    """They are on its card."""
+    trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=2).train()
+    (name,) = changed
+    with pytest.raises(ValueError, match=rf"PrivacyArguments\.{name} is .*, and the run in .* was made with"):
+        trainer(tmp_path, chosen=privacy(**changed), max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_a_warm_up_from_zero_with_a_fused_optimizer(tmp_path):
+    private = trainer(tmp_path, warmup_steps=2, optim="adamw_torch_fused")
+    private.train()
+    assert private.run.step_index == 3
+
+
+def test_memory_metrics(tmp_path):
+    pytest.importorskip("psutil")
+    assert trainer(tmp_path, skip_memory_metrics=False).train().global_step == 3
+
+
+def test_a_dataset_that_is_given_later(tmp_path):
+    private = trainer(tmp_path, num_train_epochs=1, max_steps=-1)
+    private.train_dataset = make_rows(3 * N)
+    private.train()
+    assert private.run.settings.dataset_size == 3 * N and private.run.step_index == 10
+
+
+def test_overrides_that_would_never_be_called_are_refused(tmp_path):
+    class Mine(PrivateTrainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(TypeError, match=r"Mine\.training_step would never be called"):
+        Mine(make_bert(), arguments(tmp_path), train_dataset=make_rows(), data_collator=collate, privacy=privacy())
+
+
 def test_carriers_from_public_inputs(tmp_path):
     """As `privatize` would have them, and refused where only half of it is given."""
     with pytest.raises(ValueError, match="public_loss= go together"):
@@ -323,6 +361,60 @@ def test_causal_language_model_with_examples_of_different_lengths(tmp_path):
         change = dict(twin.named_parameters())[entry.name].detach() - moved[entry.name].detach()
         assert torch.allclose(change, expected, atol=1e-9), entry.name
     assert made.run.plan.trained
+
+
+def question_rows(count=N):
+    rows = make_rows(count)
+    return [{**row, "start_positions": torch.tensor(1), "end_positions": torch.tensor(2)} for row in rows]
+
+
+def make_question_model():
+    return transformers.BertForQuestionAnswering(make_bert().config)
+
+
+def whole_labels(rows):  # padding is labelled too
+    batch = collate([{"input_ids": row["input_ids"]} for row in rows])
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+@pytest.mark.parametrize("kind", ["a softmax over padding", "labels for padding", "no mask"])
+def test_padding_that_counts_is_refused(tmp_path, kind):
+    """An example's gradient would depend on the longest of its batch."""
+    if kind == "a softmax over padding":
+        rows = [{k: v for k, v in row.items() if k != "labels"} for row in question_rows()]
+        private = trainer(tmp_path, make_question_model(), rows)
+    elif kind == "labels for padding":
+        private = trainer(tmp_path, make_gpt2(), token_rows(), privacy(overrides={"*": "exact"}))
+        private.data_collator = whole_labels
+    else:
+        private = trainer(
+            tmp_path, data=[{k: v for k, v in row.items() if k != "attention_mask"} for row in make_rows()]
+        )
+    with pytest.raises(rgp.UnsupportedError, match="depends on the padding that a longer example brings"):
+        private.train()
+    assert not (tmp_path / "_privacy").exists()
+
+
+def test_a_class_made_from_a_language_model_is_one(tmp_path):
+    class Mine(transformers.GPT2LMHeadModel):
+        pass
+
+    model = Mine(make_gpt2().config)
+    private = trainer(tmp_path, model, token_rows())
+    assert private._is_causal(model)
+    private.train()
+
+
+def test_a_loss_that_is_not_the_models_is_refused(tmp_path):
+    class Doubled(transformers.GPT2LMHeadModel):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+            found = super().forward(input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+            if labels is not None:
+                found.loss = 2 * found.loss  # as an auxiliary loss would
+            return found
+
+    with pytest.raises(rgp.UnsupportedError, match="the loss of Doubled is not the mean cross-entropy"):
+        trainer(tmp_path, Doubled(make_gpt2().config), token_rows()).train()
 
 
 def test_ignored_labels_that_would_mix_examples_are_refused(tmp_path):

@@ -261,9 +261,9 @@ def test_a_full_disk_leaves_the_release_unused(tmp_path, monkeypatch, call):
     train(run, until=2)
     before, head = run.model.weight.detach().clone(), run.ledger.head
 
-    def full(handle, *_):
+    def full(handle, *line):
         if call == "write":
-            os.pwrite(handle, b'{"half', os.fstat(handle).st_size)  # part of the line gets through
+            os.pwrite(handle, line[0][:20], os.fstat(handle).st_size)  # part of the line gets through
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -277,6 +277,39 @@ def test_a_full_disk_leaves_the_release_unused(tmp_path, monkeypatch, call):
     undisturbed = small_run()
     train(undisturbed)
     assert torch.equal(run.model.weight, undisturbed.model.weight)
+
+
+def test_lines_of_another_process_are_not_taken_for_leftovers(tmp_path):
+    """Without file locks (some network disks) nothing else keeps two processes apart."""
+    run = small_run(tmp_path)
+    train(run, until=2)
+    held = (tmp_path / FILE).read_bytes()
+    with open(tmp_path / FILE, "ab") as file:
+        file.write(held.splitlines(keepends=True)[-1])
+    with pytest.raises(LedgerError, match="added to by somebody else"):
+        train(run, until=3)
+    assert (tmp_path / FILE).read_bytes().startswith(held) and run.step_index == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("on_disk", [True, False], ids=["on disk", "in memory"])
+def test_a_fork_of_the_process_cannot_release(tmp_path, on_disk):
+    """It would draw the same noise for another sum, and the ledger would know of one of them."""
+    run = small_run(tmp_path if on_disk else None)
+    train(run, until=2)
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            train(run, until=3)
+            os.write(writer, b"went on")
+        except LedgerError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"of which this one is a fork" in os.read(reader, 1000)
+    train(run)
+    assert run.step_index == run.ledger.count == 6
 
 
 def test_going_on_in_the_same_loop_after_a_failure_is_refused(tmp_path, monkeypatch):

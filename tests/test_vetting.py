@@ -158,6 +158,38 @@ def test_a_parameter_that_is_not_the_models_is_refused():
     assert train(Model(lambda m, x: m.out(x)), loss=lambda m, x, y: F.cross_entropy(m(x) @ classes, y)).step_index == 2
 
 
+@pytest.mark.parametrize("when", [0, 1], ids=["first micro-batch", "second"])
+def test_a_parameter_that_is_unfrozen_in_the_loop_is_refused(when):
+    model = Model(lambda m, x: m.out(torch.tanh(m.first(x))), first=nn.Linear(6, 6).requires_grad_(False))
+    before, seen = model.first.weight.detach().clone(), []
+
+    def loss(model, x, y):
+        seen.append(len(x))
+        model.first.weight.requires_grad_(len(seen) == 1 + when)
+        return mean(model, x, y)
+
+    for _ in range(2):  # the second time, the same step is tried again
+        seen.clear()
+        with pytest.raises(
+            rgp.WrongUseError, match=r"not the model's|'first\.weight' is frozen by the plan and received"
+        ):
+            train(model, loss=loss, microbatch_size=2)
+    assert torch.equal(model.first.weight, before)
+
+
+def test_a_tensor_that_is_added_to_the_optimizer_in_the_loop_is_refused():
+    model, scale = Model(lambda m, x: m.out(x)), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"method": rgp.DPSGD(), "noise_multiplier": 1.0, "batch_size": EXAMPLES, "steps": 2}
+    with rgp.privatize(model, optimizer, examples(), **options) as run:
+        batches = iter(run)
+        x, y = next(batches)
+        optimizer.add_param_group({"params": [scale]})
+        with pytest.raises(ValueError, match="not parameters of the model"):
+            run.step(F.cross_entropy(model(x) * scale, y))
+        assert run.ledger.count == 0 and bool((scale == 1).all())
+
+
 def starts_from_data(model: Model, x: Tensor) -> Tensor:
     if not hasattr(model, "started"):
         model.shift.data.copy_(-x.mean(0))
@@ -219,6 +251,17 @@ def test_an_input_that_is_changed_before_the_backward_pass_is_refused(norm):
 
     with pytest.raises(rgp.UnsupportedError, match="changed in place before the backward pass"):
         train(Model(forward, norm=norm))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda m, x: m.out(x[:, None] * m.square.T).mean(1), lambda m, x: m.out(F.embedding(x.argmax(1), m.square.T))],
+    ids=["elementwise", "embedding"],
+)
+def test_transposed_parameters_are_refused_where_no_rule_minds_them(forward):
+    model = Model(forward, square=nn.Parameter(torch.randn(6, 6, generator=seeded(3))))
+    with pytest.raises(rgp.UnsupportedError, match=r"transposed|has no rule"):
+        train(model, method=rgp.DPSGD(overrides={"square": "exact"}))
 
 
 def test_complex_parameters_are_refused():

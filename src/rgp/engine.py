@@ -189,6 +189,7 @@ class Run:
         try:
             loader = None
             while not (self.finished or self._stopped):
+                self._check_loop(token)
                 if self._stop and not self.same_passes:
                     self.ranks.meet(self._standing(STOPS))
                     return
@@ -206,8 +207,7 @@ class Run:
                     shown = batch if self._augment is None else self._augmented(batch, i, view)
                     self._enter(part, last=i + 1 == len(parts), part=i, view=view)
                     yield shown
-                    if token is not self._iterator:
-                        raise WrongUseError("another loop over this run was started; this one cannot go on")
+                    self._check_loop(token)
                     if self._waiting is not None:
                         raise WrongUseError(
                             "the next batch was asked for before run.step(loss) was called for the last one"
@@ -227,6 +227,10 @@ class Run:
             if token is self._iterator:
                 self._leave()
                 self._drop_partial()
+
+    def _check_loop(self, token: object) -> None:
+        if token is not self._iterator:
+            raise WrongUseError("another loop over this run was started; this one cannot go on")
 
     def _passes(self, parts: list[list[int]]) -> Iterator[tuple[int, list[int], int]]:
         """(number of the micro-batch, its examples, view): what one logical batch is worked through in."""
@@ -477,6 +481,7 @@ class Run:
     def _end_step(self) -> None:
         """Noise, ledger, rebuild, optimizer: the release of one logical batch."""
         step = self.step_index
+        guards.check_optimizer(self.optimizer, self._parameters, set(self._slots))
         clipped = self._gradients.take()
         self._noise_std = self._std(clipped) / self.settings.batch_size(step)
         sent = self.ranks.sent

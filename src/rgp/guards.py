@@ -34,9 +34,14 @@ def loss_weights(loss: Any, m: int, reduction: str, *, views: int) -> Tensor:
 
 
 def check_captured(parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
-    """No trained parameter may have received an ordinary gradient, and some must have received a captured one."""
-    for name in slots:
-        if parameters[name].grad is not None:
+    """No parameter may have received an ordinary gradient, and some must have received a captured one."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            if name not in slots:
+                raise WrongUseError(
+                    f"parameter {name!r} is frozen by the plan and received a gradient, which is neither clipped nor noisy: its "
+                    "requires_grad was changed in the loop. Set it before privatize, or use overrides."
+                )
             raise WrongUseError(
                 f"parameter {name!r} was used outside the capture of this batch (before the loop, in another thread, or "
                 "in a cached tensor), so its gradient cannot be clipped per example. Compute the loss from the batch."

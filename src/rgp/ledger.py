@@ -88,7 +88,9 @@ class Ledger:
         self._head = ""
         self._file: int | None = None
         self._size = 0  # bytes on disk that are known to be good
+        self._tried = b""  # what was being written behind them when an append did not return
         self._why_closed = ""
+        self._process = os.getpid()
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, append: bool = False) -> Ledger:
@@ -142,6 +144,7 @@ class Ledger:
         for number, line in enumerate(lines, start=1):
             self._read(line, number)
             self._size += len(line) + 1
+        self._tried = data[self._size :]
         if torn:
             self._count_torn()
 
@@ -230,6 +233,11 @@ class Ledger:
         self.records.append(record)
 
     def _write(self, record: dict[str, Any]) -> dict[str, Any]:
+        if os.getpid() != self._process:
+            raise LedgerError(
+                "this run was made in another process, of which this one is a fork: both would release with the same noise, "
+                "and record it in one place. Make or resume the run in the process that trains."
+            )
         record = {**record, "previous": self._head}
         record["hash"] = _hash(record)
         if self._file is not None:
@@ -246,8 +254,13 @@ class Ledger:
             if size < self._size or not _same_file(self._file, self.path):
                 raise LedgerError(f"{self.path} was removed, replaced or cut while the run was going on. Put it back.")
             if size > self._size:  # what an append left that failed or was interrupted: it never returned
+                if not self._tried.startswith(_tail(self._file, self._size)):
+                    raise LedgerError(
+                        f"{self.path} was added to by somebody else while the run was going on: another process works on the "
+                        "same folder. End both, and resume one of them."
+                    )
                 os.ftruncate(self._file, self._size)
-            rest = line
+            self._tried = rest = line
             while rest:
                 rest = rest[os.write(self._file, rest) :]
             os.fsync(self._file)
@@ -257,6 +270,7 @@ class Ledger:
                 "moved. Remove the cause, and go on with the run or resume it."
             ) from error
         self._size += len(line)
+        self._tried = b""
 
     def move_to(self, folder: str | os.PathLike[str]) -> None:
         """Put a ledger that was in memory on disk, where it stays from then on."""
@@ -311,6 +325,15 @@ def _is_json(line: bytes) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _tail(file: int, start: int) -> bytes:
+    """What stands in the file from there on. (It is open for appending: where it is read does not matter for writing.)"""
+    os.lseek(file, start, os.SEEK_SET)
+    found = b""
+    while part := os.read(file, 1 << 16):
+        found += part
+    return found
 
 
 def _same_file(handle: int, path: Path) -> bool:

@@ -54,8 +54,8 @@ class Vetting:
     def check(self, loss: Tensor, m: int, step: int) -> None:
         """Raise if examples are not kept apart, or if a parameter takes part that is not the run's."""
         if step != self._step:
-            self._step = step
             self._check_parameters(loss)
+            self._step = step
         if self.model_open:
             self._check_model(m, step)
         self._check_loss(loss, m)
