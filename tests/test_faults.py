@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -257,6 +258,22 @@ def second_loop(_):
     run.step(loss_of(run, next(second)))
     with pytest.raises(rgp.WrongUseError, match="another loop"):
         next(first)  # which had not begun yet
+
+
+@fault
+def forked(_):
+    run = start()
+    with mock.patch("os.getpid", return_value=-1):
+        train(run)
+
+
+@fault
+def unfrozen_in_the_loop(_):
+    model = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2))
+    run = start(model=model, batch_size=SIZE, microbatch_size=2)
+    for i, batch in enumerate(run):
+        model[0].weight.requires_grad_(i == 1)
+        run.step(loss_of(run, batch))
 
 
 @fault

@@ -5,6 +5,7 @@ accounting.py asks here; nothing else does.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import Counter
@@ -186,10 +187,41 @@ def make_accountant(kind: str, interval: float = _INTERVAL, orders: Sequence[flo
     if kind == "pld":
         from dp_accounting.pld import PLDAccountant
 
-        return PLDAccountant(neighbours, value_discretization_interval=interval)
+        return EitherNeighbour(PLDAccountant(neighbours, value_discretization_interval=interval))
     from dp_accounting.rdp import RdpAccountant
 
     return RdpAccountant(orders, neighbours)
+
+
+class EitherNeighbour:
+    """A PLD accountant that keeps a second one where draws are cut.
+
+    There the neighbours with one example more and with one less are not alike: an example of N is drawn more often than
+    one of N + 1. Whatever is asked, the larger answer is given.
+    """
+
+    def __init__(self, accountant: Any) -> None:
+        self._more, self._less = accountant, None
+
+    def supports(self, release: Any) -> bool:
+        return self._more.supports(release)
+
+    def compose(self, release: Any, count: int, less: Any = None) -> None:
+        """less: the release for a neighbour with one example less, where that is another one."""
+        if less is not None and self._less is None:
+            self._less = copy.deepcopy(self._more)
+        self._more.compose(release, count)
+        if self._less is not None:
+            self._less.compose(release if less is None else less, count)
+
+    def get_epsilon(self, delta: float) -> float:
+        return max(accountant.get_epsilon(delta) for accountant in self._both())
+
+    def get_delta(self, epsilon: float) -> float:
+        return max(accountant.get_delta(epsilon) for accountant in self._both())
+
+    def _both(self) -> list[Any]:
+        return [self._more] if self._less is None else [self._more, self._less]
 
 
 def compose(ledger: Any, merged: Iterable[Event]) -> Any:
@@ -199,15 +231,18 @@ def compose(ledger: Any, merged: Iterable[Event]) -> Any:
         for e in merged:
             release: Any = dp_event.GaussianDpEvent(e.noise_multiplier)
             if e.max_batch is not None and e.dataset_size is not None:
-                release = dp_event.TruncatedSubsampledGaussianDpEvent(
-                    e.dataset_size + 1, e.sampling_rate, e.max_batch, e.noise_multiplier
+                release, less = (
+                    dp_event.TruncatedSubsampledGaussianDpEvent(size, e.sampling_rate, e.max_batch, e.noise_multiplier)
+                    for size in (e.dataset_size + 1, e.dataset_size)
                 )
                 if not ledger.supports(release):
                     raise ValueError(
                         f"max_batch={e.max_batch}: Rényi accounting has no bound for batches cut to a maximum. "
                         'Use accountant="pld", or no max_batch.'
                     )
-            elif e.sampling_rate < 1:
+                ledger.compose(release, int(e.count), less)
+                continue
+            if e.sampling_rate < 1:
                 release = dp_event.PoissonSampledDpEvent(e.sampling_rate, release)
             ledger.compose(release, int(e.count))
     return ledger
