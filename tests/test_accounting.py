@@ -146,6 +146,12 @@ def test_long_schedules_are_rounded_to_the_pessimistic_side(monkeypatch):
 # truncated batches
 
 
+@pytest.mark.parametrize("sigma", [1e-9, 1e-5, 1e-4])
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_hardly_any_noise_protects_nothing(sigma, accountant):
+    assert epsilon([Event(0.1, sigma, 3)], delta=1e-5, accountant=accountant) > 1e5
+
+
 def test_capped_batches():
     from dp_accounting import dp_event
     from dp_accounting.pld import PLDAccountant

@@ -217,6 +217,15 @@ def test_runs_of_others_count_if_they_are_the_same_and_not_of_tuning(small, monk
         {"name": "tables/rgp/0", "preset": "digits-rgp", "set": rank, "seed": 0, "accuracy": 0.25},
         {"name": "tuning/sgd/0", "preset": "digits-dpsgd", "set": TINY, "seed": 0, "accuracy": 0.75},
         {"name": "tables/old/0", "preset": "digits-no-more", "set": {}, "seed": 0, "accuracy": 0.5},
+        # of a preset as it was before: what it says of its settings counts
+        {
+            "name": "tables/was/0",
+            "preset": "digits-dpsgd",
+            "set": TINY,
+            "seed": 0,
+            "accuracy": 0.9,
+            "settings": "another",
+        },
     ]
     shared = small / "vision.jsonl"
     shared.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')

@@ -145,7 +145,7 @@ def calibrate(
         "neighbours": "add-or-remove-one",
     }
     sentence = (
-        f"Noise of {sigma:g} times the clipping norm in each of {steps} steps stays within epsilon {epsilon:g}; "
+        f"Noise of {_up(sigma)} times the clipping norm in each of {steps} steps stays within epsilon {epsilon:g}; "
         f"{1 / accounting.RESOLUTION:g} less would not."
     )
     _show("The least noise for this budget", facts, sentence, as_json)
@@ -214,7 +214,7 @@ def _show(title: str, facts: dict[str, Any], sentence: str, as_json: bool) -> No
 def _text(name: str, value: Any) -> str:
     if name.startswith("tpr"):
         return _percent(value)
-    if name in ("epsilon", "mu"):
+    if name in ("epsilon", "mu", "noise_multiplier"):
         return _up(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 

@@ -125,9 +125,12 @@ def composed_epsilon(merged: tuple[Event, ...], delta: float, accountant: str) -
         return 0.0
     if any(event.noise_multiplier == 0 for event in merged):
         return math.inf
-    if accountant == "pld":
-        return read_epsilon(composed_pld(merged, delta), delta, merged)
-    return read_epsilon(compose(make_accountant("rdp"), merged), delta)
+    try:
+        if accountant == "pld":
+            return read_epsilon(composed_pld(merged, delta), delta, merged)
+        return read_epsilon(compose(make_accountant("rdp"), merged), delta)
+    except (OverflowError, ZeroDivisionError):  # noise of a thousandth of the clip norm, or less: nothing is protected
+        return math.inf
 
 
 @lru_cache(maxsize=2)  # megabytes each

@@ -36,7 +36,7 @@ FORMAT = 1
 FILE = "ledger.jsonl"
 PATIENCE = 8.0  # seconds: DataLoader workers of a killed process hold its lock until they notice
 
-_appending: weakref.WeakValueDictionary[Path, Ledger] = weakref.WeakValueDictionary()  # in this process
+_appending: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()  # in this process
 
 
 def _hash(record: Mapping[str, Any]) -> str:
@@ -301,7 +301,7 @@ class Ledger:
     def _take_over(self) -> None:
         """Become the one who appends: lock the file against other processes, and retire this process's earlier one."""
         assert self.path is not None
-        key = self.path.resolve()
+        key = str(self.path.resolve())
         if (earlier := _appending.get(key)) is not None:
             earlier.close("the run was resumed after this one; go on with that")
         try:

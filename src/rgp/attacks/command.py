@@ -60,6 +60,8 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from rgp.report.words import ceiling
+
     table = Table(title="NOT COVERED BY THE GUARANTEE", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("attack")
     for column in ("right guesses", "AUC", "found at 1% false alarms", "at 0.1%"):
@@ -80,8 +82,8 @@ def show(result: dict[str, Any]) -> None:
     limit = result["promised"]
     if limit is not None:
         console.print(
-            f"promised: no attack gets more than {limit['success_rate']:.1%} right, or finds more than "
-            f"{limit['tpr_at_0.01']:.2%} at 1% false alarms and {limit['tpr_at_0.001']:.2%} at 0.1%"
+            f"promised: no attack gets more than {ceiling(limit['success_rate'])} right, or finds more than "
+            f"{ceiling(limit['tpr_at_0.01'])} at 1% false alarms and {ceiling(limit['tpr_at_0.001'])} at 0.1%"
         )
     console.print(
         f"{result['members']:,} training rows, {result['nonmembers']:,} held-out rows, {result['shadows']} shadow models; "

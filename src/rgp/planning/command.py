@@ -53,7 +53,7 @@ def plan(
 
     The engine's own step is run on shapes alone, for RGP and beside it for DP-SGD, DP-LoRA and plain training.
 
-    \\b
+    \b
     Examples:
       rgp plan --model bert-base --rank 8 --batch 1024 --microbatch 32 --memory 24GB
       rgp plan --model llama-8b --dtype bfloat16 --world-size 8 --sharded --checkpointing --memory 80GB

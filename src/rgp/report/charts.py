@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rgp.report.html import Html, join, tag
+from rgp.rounding import round_up
 
 COLOURS = 6  # as many as style.css has, --c0 to --c5
 _WIDTH, _HEIGHT = 440, 268
@@ -155,7 +156,8 @@ def _line(frame: Frame, s: Series, y_format: Callable[[float], str], x_label: st
     line = tag("path", d=path, class_=f"line s{s.colour % COLOURS}")
     (x, y), (px, py) = s.points[-1], pixels[-1]
     where = x_label.split(" (")[0]
-    return join(line, _dot(px, py, s, f"{s.name}: {y_format(y)} at {where} {x:,.4g}"))
+    shown = round_up(x) if where == "epsilon" else f"{x:,.4g}"
+    return join(line, _dot(px, py, s, f"{s.name}: {y_format(y)} at {where} {shown}"))
 
 
 def _dot(x: float, y: float, s: Series, words: str) -> Html:

@@ -69,7 +69,8 @@ class Store:
             return
         changes = {**row.get("set", {}), "run.seed": row.get("seed")}
         try:
-            key = fingerprint(config.load(preset=row["preset"], changes=as_changes(changes)))
+            # a result says what it was made with: the preset may have changed since
+            key = row.get("settings") or fingerprint(config.load(preset=row["preset"], changes=as_changes(changes)))
         except ConfigError as error:
             self.left_out.append(f"{source}, {row.get('name', row['preset'])}: {error}")
             return

@@ -24,7 +24,7 @@ from rgp.train.setup import Parts
 
 NOT_COVERED = [
     "several rows of one person: k rows are protected by no more than k times epsilon",
-    "the number of training rows, which counts as public",
+    "the number of training rows, and the names and number of classes, which count as public",
     "settings that were chosen by looking at results on the private data",
     "training loss, gradient norms, accuracy on private rows and other diagnostics: none of them is in this folder",
     "what the initial weights were trained on before this run",
@@ -287,7 +287,11 @@ def short_unit(unit: str) -> str:
 
 
 def _big(value: float) -> str:
-    return f"{value:,.0f}" if 100 <= value < 1e7 else f"{value:.3g}"
+    """Three digits or whole numbers, rounded up."""
+    if 100 <= value < 1e7:
+        return f"{math.ceil(value):,}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / unit - 1e-9) * unit:.3g}"
 
 
 def _or_none(value: Any, words: str) -> str:

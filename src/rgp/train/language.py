@@ -35,7 +35,10 @@ def make_transformer(config: Config, data: Any, tokenizer: Any) -> nn.Module:
         shape = t.AutoConfig.from_pretrained(where, **options)
         if settings.dropout is not None:
             set_dropout(shape, settings.dropout)
-        return kind.from_pretrained(where, config=shape) if settings.pretrained else kind.from_config(shape)
+        if not settings.pretrained:
+            return kind.from_config(shape)
+        # a head for other classes is made anew
+        return kind.from_pretrained(where, config=shape, ignore_mismatched_sizes="num_labels" in options)
 
     # some checkpoints are in half precision, and recent versions load them so: updates would be lost in rounding
     model = _from_hub(config, load).float()
