@@ -106,7 +106,7 @@ def filled(text: str, rows: Rows) -> str:
 
 def final(rows: Rows) -> str:
     """Every method at its best rate, with EMA and without, then what is not private."""
-    lines = [line(rows, f"{name}-e{e}", label, str(e)) for e in (8, 3) for name, label in (FINAL | LONG).items()]
+    lines = [line(rows, f"{name}-e{e}", label, str(e)) for e in (8, 3, 1) for name, label in (FINAL | LONG).items()]
     return table(HEAD, [*lines, *(line(rows, name, label, "none") for name, label in NOT_PRIVATE.items())])
 
 
@@ -128,7 +128,7 @@ def differences(rows: Rows) -> str:
     """One method less another, paired by seed."""
     measured = [by_setting(rows, measure=measure) for measure in ("accuracy", "accuracy_held_out")]
     lines = []
-    for epsilon in (8, 3):
+    for epsilon in (8, 3, 1):
         for first, second in PAIRS:
             a, b = f"{first}-e{epsilon}", f"{second}-e{epsilon}"
             if a in measured[0] and b in measured[0]:
