@@ -93,7 +93,9 @@ class Watch:
     def _sums(self) -> Tensor:
         tensors = [place.get(leaf) for _, place, leaf in self._places]
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            return torch.stack([torch.tensor(0) if t is None or is_sharded(t) else bits_of(t).cpu() for t in tensors])
+            return torch.stack(
+                [bits_of(t).cpu() if t is not None and _has_bits(t) else torch.tensor(0) for t in tensors]
+            )
 
     def check(self) -> None:
         now = self._now()
@@ -120,6 +122,10 @@ def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor (whose module takes long to import)."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or is_sharded(tensor))
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -421,7 +421,7 @@ PRIVATE = group(
     mutant(
         "a gradient past the capture",
         "a parameter used outside the capture is trained with its plain gradient",
-        ("guards.py", "if parameters[name].grad is not None:", "if False:"),
+        ("guards.py", "if parameter.grad is not None:", "if False:"),
         by=("test_loop.py::test_a_parameter_that_goes_around_the_capture_is_refused",),
     ),
     mutant(
@@ -439,7 +439,11 @@ PRIVATE = group(
     mutant(
         "losses that couple examples",
         "a gradient that depends on the outputs of others is not refused",
-        ("losses.py", "if any(bool((r[1:].abs() > limit).any()) for r in rows):", "if False:"),
+        (
+            "losses.py",
+            "if any(bool((r[1:].abs() > limit).any()) for r in rows) or _meets_mixtures(loss, last, m):",
+            "if False:",
+        ),
         by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[contrastive-rgp]",),
     ),
     mutant(
