@@ -417,6 +417,16 @@ def test_a_loss_that_is_not_the_models_is_refused(tmp_path):
         trainer(tmp_path, Doubled(make_gpt2().config), token_rows()).train()
 
 
+def test_a_model_without_a_loss_of_its_own_is_trained_all_the_same(tmp_path):
+    class Bare(transformers.GPT2LMHeadModel):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+            found = super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+            assert found.loss is None
+            return found
+
+    assert trainer(tmp_path, Bare(make_gpt2().config), token_rows()).train().global_step > 0
+
+
 def test_ignored_labels_that_would_mix_examples_are_refused(tmp_path):
     data = make_rows()
     for row in data:

@@ -171,13 +171,11 @@ def _meets_mixtures(loss: Tensor, last: list[Output], m: int) -> bool:
         try:
             found = torch.autograd.grad([place], edges, [across], create_graph=True, **options)
             back = [(g, s) for g, (_, s) in zip(found, last, strict=True) if g is not None and g.requires_grad]
+            if not back:
+                continue
             # J u, for a u of the first example's outputs, and for one of all others'
-            own, rest = (
-                torch.autograd.grad([g for g, _ in back], across, [_along(g, s, m, first) for g, s in back], **options)[
-                    0
-                ]
-                for first in (True, False)
-            )
+            pulled, directions = [g for g, _ in back], ([_along(g, s, m, f) for g, s in back] for f in (True, False))
+            own, rest = (torch.autograd.grad(pulled, across, along, **options)[0] for along in directions)
         except (RuntimeError, TypeError):  # an operation without second derivatives, or a torch that cannot start here
             continue
         if own is not None and rest is not None and bool(((own != 0) & (rest != 0)).any()):

@@ -333,8 +333,10 @@ class PrivateTrainer(Trainer):
             return
         with torch.no_grad(), forked_rng(0), evaluating(self.model):
             ours, outputs = self.compute_loss(self.model, dict(inputs)), self.model(**inputs)
-        theirs = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        if theirs.numel() == 1 and not bool((ours - theirs).abs() <= 1e-2 * (1 + theirs.abs())) and theirs.isfinite():
+        theirs = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+        if not isinstance(theirs, Tensor) or theirs.numel() != 1 or not bool(theirs.isfinite()):
+            return
+        if not bool((ours - theirs).abs() <= 1e-2 * (1 + theirs.abs())):
             raise UnsupportedError(
                 f"the loss of {type(self.model).__name__} is not the mean cross-entropy of an example's labels, which would be "
                 f"trained: for one example it is {float(theirs):.4g}, not {float(ours):.4g} (a shift of the labels, an auxiliary "
