@@ -729,6 +729,8 @@ def test_train_a_causal_language_model(request, tmp_path, kind, capsys):
     card = (tmp_path / "run" / "model" / "privacy_card.md").read_text()
     assert "for one document of the training text" in card and "one document is added or removed" in card
     assert "perplexity" not in card  # the held-out documents are private
+    published = [f for f in (tmp_path / "run" / "model").rglob("*") if f.suffix in (".md", ".json")]
+    assert published and not any(str(tmp_path.parent) in f.read_text() for f in published), "no path of this machine"
     # the model's own loss, one text at a time: what perplexity is
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
     data = load(DataSpec(name=str(path), unit="document", tokenizer=folder, max_length=24))

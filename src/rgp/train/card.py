@@ -9,6 +9,7 @@ import math
 import platform
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def _public_inputs(config: Config) -> dict[str, str]:
         "inputs whose logits the carriers follow": config.method.public,
     }
     own = {"noise": "random inputs", **{name: f"the sentences {name} that come with rgp" for name in TEXTS}}
-    return {what: own.get(name, f"{name}, which the user says is public") for what, name in used.items() if name}
+    return {what: own.get(name, f"{bare_name(name)}, which the user says is public") for what, name in used.items() if name}
 
 
 def card_of(
@@ -161,11 +162,11 @@ def card_of(
         "clip": settings.clip(0),
         "seed_known": seed_known,
         "secure_noise": secure_noise,
-        "dataset": dataset,
+        "dataset": bare_name(dataset),
         "training_rows": settings.dataset_size,
-        "model": model,
+        "model": bare_name(model),
         "parameters": sum(e.size for e in run.plan),
-        "preprocessing": {str(k): _plain(v) for k, v in (preprocessing or {}).items()},
+        "preprocessing": {str(k): bare_name(_plain(v)) for k, v in (preprocessing or {}).items()},
         "not_covered": NOT_COVERED,
         "audit": None,  # filled in by `rgp audit --run`
         "attack_run": False,  # whether `rgp attack` was; its results are about private rows, and never here
@@ -177,6 +178,14 @@ def card_of(
         meaning = accounting.meaning(run.ledger.events(), delta=settings.delta)
         card["attack_bound"] = {"false_positive_rate": 0.01, "true_positive_rate": meaning.tpr_at_1_percent}
     return card
+
+
+def bare_name(value: Any) -> Any:
+    """Of a file or folder its name alone: where it lay on this machine is nobody's business. Others stay as they are."""
+    if not isinstance(value, str):
+        return value
+    path = Path(value).expanduser()
+    return path.resolve().name if path.is_absolute() or path.exists() or value.startswith(".") else value
 
 
 def card_text(card: dict[str, Any]) -> str:
