@@ -423,6 +423,34 @@ def test_public_centre_is_the_mean_of_public_sentences_and_nothing_else(bert_fol
     assert torch.allclose(model.centre, torch.stack(own).mean(0), atol=1e-6)
 
 
+def test_a_head_may_start_from_public_texts(bert_folder, tmp_path):
+    """Each row points to its text's feature, away from the mean of all; private rows have no part in it."""
+    from rgp.train import setup
+
+    texts = ["the film was dull", "the film was good"]
+    options = {"model.pooling": "mean", "model.head": "layernorm", "model.centre": "public"}
+    options["model.label_texts"] = json.dumps(texts)
+    heads = []
+    for seed in (0, 9):
+        write_rows(tmp_path, "sst2", seed=seed)
+        made = setup.make(settings(changes_for(bert_folder, tmp_path, **options)))
+        heads.append(made.model.classifier)
+    assert torch.equal(heads[0].weight, heads[1].weight) and not heads[0].bias.any()
+    model, tokenizer = made.model.eval(), transformers.AutoTokenizer.from_pretrained(bert_folder)
+    with torch.no_grad():
+        alone = [model.features(**tokenizer([text], return_tensors="pt"))[0] for text in texts]
+        logits = torch.stack([model(**tokenizer([text], return_tensors="pt")).logits[0] for text in texts])
+    away = (alone[1] - alone[0]) / (alone[1] - alone[0]).norm()
+    assert torch.allclose(heads[0].weight, 0.02 * 16**0.5 * torch.stack([-away, away]), atol=1e-5)
+    assert logits.argmax(1).tolist() == [0, 1]
+    train(settings(changes_for(bert_folder, tmp_path, **options)), tmp_path / "run")
+    card = (tmp_path / "run" / "model" / "privacy_card.md").read_text()
+    assert "texts that the head starts from: the film was dull; the film was good" in card
+    options["model.label_texts"] = json.dumps([*texts, "neither"])
+    with pytest.raises(ConfigError, match=r"3 texts for 2 classes; one for each of \w+, \w+, in this order"):
+        setup.make(settings(changes_for(bert_folder, tmp_path, **options)))
+
+
 # ---------------------------------------------------------------------- rgp train on texts
 
 
@@ -496,6 +524,8 @@ def _rates(optimizer, schedule):
     [
         ({"model.head": "layernorm"}, "model.head = layernorm: needs model.pooling"),
         ({"model.centre": "public"}, "model.centre = public: needs model.pooling"),
+        ({"model.label_texts": '["bad", "good"]'}, "model.label_texts = .*: needs model.pooling"),
+        ({"model.pooling": "mean", "model.label_texts": '["same", "same"]'}, "model.label_texts = .*no two the same"),
         (
             {"model.pooling": "mean", "model.centre": "nowhere.txt"},
             "model.centre = nowhere.txt: must be none, public, films",

@@ -22,6 +22,7 @@ from rgp.torchstate import evaluating
 
 POOLINGS, HEADS = ("cls", "mean"), ("linear", "layernorm")
 ABOUT = "pooled.json"
+START = 0.02  # standard deviation of the head's first weights
 
 
 class PooledClassifier(nn.Module):
@@ -49,7 +50,7 @@ class PooledClassifier(nn.Module):
         dropout = getattr(self.config, "hidden_dropout_prob", getattr(self.config, "dropout", 0.0))
         self.dropout = nn.Dropout(dropout if isinstance(dropout, float) else 0.0)
         self.classifier = nn.Linear(width, classes)
-        nn.init.normal_(self.classifier.weight, std=0.02)
+        nn.init.normal_(self.classifier.weight, std=START)
         nn.init.zeros_(self.classifier.bias)
 
     @property
@@ -84,6 +85,18 @@ class PooledClassifier(nn.Module):
         with evaluating(self):
             found = [self.pooled(**batch) for batch in batches]
         self.centre.copy_(torch.cat(found).mean(0))
+
+    @torch.no_grad()
+    def start_head(self, batches: Sequence[dict[str, Tensor]]) -> None:
+        """Start the head from PUBLIC texts, one for each class: a row points to its text, away from the others.
+
+        Rows are as long as ordinary first weights. Untrained, such a head tells classes apart as far as the encoder does.
+        """
+        with evaluating(self):
+            found = torch.cat([self.features(**batch) for batch in batches])
+        rows = F.normalize(found - found.mean(0), dim=1)
+        self.classifier.weight.copy_(rows * START * rows.shape[1] ** 0.5)
+        self.classifier.bias.zero_()
 
     # ------------------------------------------------------------------ files
 

@@ -69,6 +69,17 @@ def columns() -> Allowed:
     return Allowed("a column's name, or a list of two", read)
 
 
+def texts() -> Allowed:
+    one = string()
+
+    def read(value: Any) -> tuple[str, ...]:
+        if not isinstance(value, (list, tuple)) or len(value) < 2 or len(set(value)) < len(value):
+            raise ValueError
+        return tuple(one.read(v) for v in value)
+
+    return Allowed("a list of texts, one for each class, no two the same", read)
+
+
 def flag() -> Allowed:
     def read(value: Any) -> bool:
         if not isinstance(value, bool):

@@ -125,8 +125,13 @@ def _public_inputs(config: Config) -> dict[str, str]:
         "centre of the features": None if config.model.centre == "none" else config.model.centre,
         "inputs whose logits the carriers follow": config.method.public,
     }
+    texts = config.model.label_texts
+    said = {} if texts is None else {"texts that the head starts from": "; ".join(texts)}
     own = {"noise": "random inputs", **{name: f"the sentences {name} that come with rgp" for name in TEXTS}}
-    return {what: own.get(name, f"{bare_name(name)}, which the user says is public") for what, name in used.items() if name}
+    named = {
+        what: own.get(name, f"{bare_name(name)}, which the user says is public") for what, name in used.items() if name
+    }
+    return {**named, **said}
 
 
 def card_of(

@@ -124,6 +124,7 @@ def _check_language(config: Config, mistakes: Mistakes) -> None:
             ("pooling", None),
             ("head", "linear"),
             ("centre", "none"),
+            ("label_texts", None),
             ("dropout", None),
         ):
             value = getattr(model, leaf)
@@ -147,9 +148,9 @@ def _check_language(config: Config, mistakes: Mistakes) -> None:
             allowed = ", ".join([more, *PUBLIC_TEXTS])
             mistakes.add(f"{name} = {value}: must be {allowed}, or a file with one public sentence per line", name)
     if model.pooling is None:
-        for leaf, plain in (("head", "linear"), ("centre", "none")):
+        for leaf, plain in (("head", "linear"), ("centre", "none"), ("label_texts", None)):
             if getattr(model, leaf) != plain:
-                words = f"model.{leaf} = {getattr(model, leaf)}: needs model.pooling = cls or mean"
+                words = f"model.{leaf} = {short(getattr(model, leaf))}: needs model.pooling = cls or mean"
                 mistakes.add(words, f"model.{leaf}", "model.pooling")
     if model.task == "causal-lm":
         if model.pooling is not None:

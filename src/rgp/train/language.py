@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,20 @@ def pool(config: Config, encoder: nn.Module, data: Any, tokenizer: Any) -> nn.Mo
 
     assert config.model.pooling is not None
     model = PooledClassifier(encoder, data.classes, pooling=config.model.pooling, head=config.model.head)
+
+    def batches(sentences: Sequence[str]) -> list[dict[str, Tensor]]:
+        length, cpu = config.data.max_length, torch.device("cpu")
+        return public_batches(list(sentences), tokenizer, data.collate_fn, max_length=length, device=cpu)
+
     if config.model.centre != "none":
-        sentences, cpu = public_sentences(config.model.centre), torch.device("cpu")
-        length = config.data.max_length
-        model.recentre(public_batches(sentences, tokenizer, data.collate_fn, max_length=length, device=cpu))
+        model.recentre(batches(public_sentences(config.model.centre)))
+    if (texts := config.model.label_texts) is not None:
+        if len(texts) != data.classes:
+            words = (
+                f"model.label_texts = {list(texts)}: {len(texts)} texts for {data.classes} classes; one for each of "
+            )
+            raise ConfigError([words + f"{', '.join(map(str, data.label_names))}, in this order"])
+        model.start_head(batches(texts))
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rgp.train.allowed import Allowed, choice, clips, columns, flag, number, ranks, string, treatments, whole
+from rgp.train.allowed import Allowed, choice, clips, columns, flag, number, ranks, string, texts, treatments, whole
 
 METHODS = (
     *("rgp", "rgp-random", "dpsgd", "dp-powersgd", "dp-lora", "linear", "bitfit"),
@@ -68,6 +68,11 @@ class ModelConfig:
         "none",
         string(),
         "with pooling: take off the mean feature of public sentences: films, public, or a file of them",
+    )
+    label_texts: Any = key(
+        None,
+        texts(),
+        "with pooling: a public text for each class, such as [a bad film, a good film]; the head starts there",
     )
     dropout: float | None = key(
         None, number(0, high=1, below=True), "Hugging Face: every dropout of the model; 0 is none (its own)"
