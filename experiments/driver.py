@@ -1,8 +1,8 @@
 """What the experiments share: a list of runs in YAML, one line of JSON per finished run, means, errors and verdicts.
 
-A list has `tables` (the runs of the results page) and `tuning` (how its settings were chosen, on rows of the training set). An
-entry is a preset of `rgp train`, what is changed in it, and the seeds. Runs whose name is in the results already are skipped, and
-a run that was stopped goes on from its last checkpoint.
+A list has stages: `tables` (the runs of the results page), `tuning` (how its settings were chosen, on rows of the training
+set), and perhaps others. An entry is a preset of `rgp train`, what is changed in it, and the seeds. Runs whose name is in the
+results already are skipped, and a run that was stopped goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).parent
+STAGES = ("tables", "tuning")
 
 
-def arguments(about: str | None, results: Path, data: str) -> argparse.Namespace:
+def arguments(about: str | None, results: Path, data: str, stages: tuple[str, ...] = STAGES) -> argparse.Namespace:
     """What both scripts are asked with. data: what --data holds."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tables", "tuning", "show"))
+    parser.add_argument("what", choices=(*stages, "show"))
     parser.add_argument("--data", type=Path, help=f"folder with {data}")
     parser.add_argument(
         "--out", type=Path, default=Path("runs") / results.stem, help="folder for the runs' own folders"
@@ -179,9 +180,9 @@ def verdict(a: dict[int, float], b: dict[int, float]) -> tuple[float, float | No
     return difference, error, "level" if abs(difference) <= 2 * error else "win" if difference > 0 else "loss"
 
 
-def show(rows: list[dict[str, Any]], *, also: str | None = None) -> None:
+def show(rows: list[dict[str, Any]], *, also: str | None = None, stages: tuple[str, ...] = STAGES) -> None:
     """Every setting's mean, and the paired differences of those with several seeds. also: a second measure of the tables."""
-    for what in ("tables", "tuning"):
+    for what in stages:
         second = by_setting(rows, what, also) if also else {}
         for name, seeds in by_setting(rows, what).items():
             line = f"{what:7} {name:36} {words(seeds)}"

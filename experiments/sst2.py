@@ -2,6 +2,7 @@
 
     python experiments/sst2.py tuning --data FOLDER      how the settings were chosen, on 3,000 rows of the training set
     python experiments/sst2.py tables --data FOLDER      the runs of the tables: validation set, and 5,000 held-out training rows
+    python experiments/sst2.py few --data FOLDER         the same with 2,000 rows to train on
     python experiments/sst2.py show [--plots FOLDER]     mean, standard error and paired differences of what is there
 
 FOLDER holds sst2/ and minilm/ (`rgp data get sst2 minilm --to FOLDER`). No run trains on the 5,000 rows of the tables; tuning
@@ -19,13 +20,14 @@ import numpy as np
 
 LIST = driver.HERE / "sst2.yaml"
 RESULTS = driver.HERE / "results" / "sst2.jsonl"
-HELD_OUT, TUNING = 5000, 3000  # rows
+HELD_OUT, TUNING, FEW = 5000, 3000, 2000  # rows
+STAGES = (*driver.STAGES, "few")
 
 
 def main() -> None:
-    given = driver.arguments(__doc__, RESULTS, "sst2/ and minilm/")
+    given = driver.arguments(__doc__, RESULTS, "sst2/ and minilm/", STAGES)
     if given.what == "show":
-        driver.show(driver.read(given.results), also="accuracy_held_out")
+        driver.show(driver.read(given.results), also="accuracy_held_out", stages=STAGES)
         if given.plots is not None:
             from sst2_plots import draw
 
@@ -35,7 +37,7 @@ def main() -> None:
 
     def run(job: dict[str, Any]) -> dict[str, Any]:
         out = given.out / job["name"]
-        every = {"tuning": 10**6, "tables": 20}[given.what]
+        every = 20 if given.what == "tables" else 10**6
         found = driver.train(job, folders[given.what], out, run__eval_every=every)
         return found if given.what == "tuning" else {**found, "accuracy_held_out": accuracy(out, folders["held_out"])}
 
@@ -54,6 +56,7 @@ def split(data: Path) -> dict[str, Path]:
         "tuning": (rest, tuning),
         "tables": ([rows[i] for i in np.sort(order[HELD_OUT:])], validation),
         "held_out": (rest[:10], held_out),
+        "few": ([rows[i] for i in parts[2][:FEW]], validation),
     }
     folders = {}
     for name, (train, test) in content.items():

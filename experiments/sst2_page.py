@@ -16,6 +16,7 @@ from rgp.reproduce import markdown
 
 PAGE = HERE.parent / "docs" / "results-sst2.md"
 Rows = list[dict[str, Any]]
+MEASURES = ("accuracy", "accuracy_held_out")
 HEAD = ("method", "noise dimensions", "epsilon", "seeds", "validation", "held-out rows", "CPU s")
 FINAL = {
     "rgp-r16-ema": "RGP, rank 16, EMA",
@@ -101,7 +102,20 @@ def filled(text: str, rows: Rows) -> str:
     def block(match: re.Match[str]) -> str:
         return f"<!-- {match[1]} -->\n{TABLES[match[1]](rows)}\n<!-- end -->"
 
-    return re.sub(r"<!-- (\w+) -->\n.*?\n<!-- end -->", block, text, flags=re.DOTALL)
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+
+
+def short(rows: Rows) -> str:
+    """What comes first on the page: validation / held-out rows by method and epsilon."""
+    labels = {name: label for name, label in (FINAL | LONG).items() if name.endswith(("-ema", "-long"))}
+
+    def cell(name: str) -> str:
+        runs = runs_of(rows, name)
+        means = (mean_and_error([100 * row[key] for row in runs])[0] for key in MEASURES)
+        return " / ".join(f"{mean:.1f}" for mean in means) if runs else ""
+
+    lines = [(label, *(cell(f"{name}-e{e}") for e in (8, 3, 1))) for name, label in labels.items()]
+    return table(("method", "epsilon 8", "epsilon 3", "epsilon 1"), lines)
 
 
 def final(rows: Rows) -> str:
@@ -120,13 +134,13 @@ def line(rows: Rows, name: str, label: str, epsilon: str) -> tuple[str, ...]:
     if not runs:
         return ()
     noise = f"{runs[0]['noise_dimensions']:,}" if epsilon != "none" else "-"
-    measured = (words([100 * row[key] for row in runs]) for key in ("accuracy", "accuracy_held_out"))
+    measured = (words([100 * row[key] for row in runs]) for key in MEASURES)
     return label, noise, epsilon, str(len(runs)), *measured, f"{seconds(rows, name):.0f}"
 
 
 def differences(rows: Rows) -> str:
     """One method less another, paired by seed."""
-    measured = [by_setting(rows, measure=measure) for measure in ("accuracy", "accuracy_held_out")]
+    measured = [by_setting(rows, measure=measure) for measure in MEASURES]
     lines = []
     for epsilon in (8, 3, 1):
         for first, second in PAIRS:
@@ -140,6 +154,21 @@ def differences(rows: Rows) -> str:
 
 def difference(mean: float, error: float | None, word: str) -> str:
     return f"{mean:+.1f}" + (f" ± {error:.1f}: **{word}**" if error is not None else "")
+
+
+def few(rows: Rows) -> str:
+    """With few rows to train on: a head that starts from texts against one that starts from random numbers."""
+    measured = [by_setting(rows, "few", measure) for measure in MEASURES]
+    lines = []
+    for name, label in (("rgp", "RGP, rank 16, EMA"), ("dpsgd", "DP-SGD, EMA")):
+        if all(f"{name}{kind}" in measured[0] for kind in ("", "-words")):
+            plain, told = (
+                [words(list(found[f"{name}{kind}"].values())) for found in measured] for kind in ("", "-words")
+            )
+            gained = (difference(*verdict(found[f"{name}-words"], found[name])) for found in measured)
+            lines.append((label, " / ".join(plain), " / ".join(told), " / ".join(gained)))
+    head = ("validation / held-out rows", "random head", "head from two texts", "difference")
+    return table(head, lines)
 
 
 def effort(rows: Rows) -> str:
@@ -192,9 +221,11 @@ def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
 
 
 TABLES: dict[str, Callable[[Rows], str]] = {
+    "short": short,
     "final": final,
     "other": other,
     "differences": differences,
+    "few": few,
     "effort": effort,
     "tuning": tuning,
 }

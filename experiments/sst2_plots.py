@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from driver import by_setting
@@ -36,22 +37,21 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
 def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    curves = {
-        row["name"].split("/")[1]: row["curve"]
-        for row in rows
-        if row["name"].startswith("tables/") and row["seed"] == 0
-    }
+    curves: dict[str, dict[int, list[float]]] = {}  # name -> step -> accuracy with each seed
+    for row in rows:
+        stage, name, _ = row["name"].split("/")
+        if stage == "tables":
+            for step, value in row["curve"]:
+                curves.setdefault(name, {}).setdefault(step, []).append(100 * value)
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    for name, (label, colour) in METHODS.items():
-        if f"{name}-e8" in curves:
-            steps, values = zip(*curves[f"{name}-e8"], strict=True)
-            axes.plot(steps, [100 * v for v in values], "o-", markersize=3, color=colour, label=label)
-    if "nonprivate" in curves:
-        steps, values = zip(*curves["nonprivate"], strict=True)
-        axes.plot(steps, [100 * v for v in values], "k--", label="full fine-tuning, not private")
+    styles = {f"{name}-e8": ("o-", colour, label) for name, (label, colour) in METHODS.items()}
+    for name, (line, colour, label) in {**styles, "nonprivate": ("--", "k", "full fine-tuning, not private")}.items():
+        if name in curves:
+            values = [mean(seeds) for seeds in curves[name].values()]
+            axes.plot(list(curves[name]), values, line, markersize=3, color=colour, label=label)
     axes.set_xlabel("step")
-    axes.set_ylabel("validation accuracy in %, epsilon 8")
+    axes.set_ylabel("validation accuracy in %, epsilon 8,\nmean over seeds")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)

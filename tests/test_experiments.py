@@ -18,11 +18,11 @@ import sst2  # noqa: E402
 import sst2_page  # noqa: E402
 import vision  # noqa: E402
 
+STAGES = {vision: driver.STAGES, sst2: sst2.STAGES}
 BOTH = pytest.mark.parametrize("script", [vision, sst2], ids=["vision", "sst2"])
 
 
-@BOTH
-@pytest.mark.parametrize("what", ["tables", "tuning"])
+@pytest.mark.parametrize(("script", "what"), [(script, what) for script, stages in STAGES.items() for what in stages])
 def test_every_planned_run_has_valid_settings(script, what):
     jobs = driver.planned(script.LIST, what)
     assert len({job["name"] for job in jobs}) == len(jobs)
@@ -34,7 +34,7 @@ def test_every_planned_run_has_valid_settings(script, what):
 
 @BOTH
 def test_the_kept_results_are_planned_runs(script):
-    planned = {job["name"]: job for what in ("tables", "tuning") for job in driver.planned(script.LIST, what)}
+    planned = {job["name"]: job for what in STAGES[script] for job in driver.planned(script.LIST, what)}
     rows = driver.read(script.RESULTS)
     assert rows
     assert len({row["name"] for row in rows}) == len(rows)
@@ -47,7 +47,7 @@ def test_the_kept_results_are_planned_runs(script):
 @BOTH
 def test_the_kept_results_have_the_settings_that_the_list_says_today(script):
     """A preset that changes later would otherwise give old results a new meaning."""
-    planned = {job["name"]: job for what in ("tables", "tuning") for job in driver.planned(script.LIST, what)}
+    planned = {job["name"]: job for what in STAGES[script] for job in driver.planned(script.LIST, what)}
     for row in driver.read(script.RESULTS):
         job = planned[row["name"]]
         changes = [f"{key}={json.dumps(value)}" for key, value in {**job["set"], "run.seed": job["seed"]}.items()]
@@ -108,7 +108,7 @@ def test_the_rows_of_sst2_are_split_once_and_none_is_in_two_parts(tmp_path, monk
     data = tmp_path / "data"
     (data / "sst2").mkdir(parents=True)
     (data / "minilm").mkdir()
-    rows = [f"row {i}\t{i % 2}" for i in range(9000)]
+    rows = [f"row {i}\t{i % 2}" for i in range(11000)]
     (data / "sst2" / "train.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
     (data / "sst2" / "valid.tsv").write_text("sentence\tlabel\nvalidation\t1\n")
     folders = sst2.split(data)
@@ -120,4 +120,5 @@ def test_the_rows_of_sst2_are_split_once_and_none_is_in_two_parts(tmp_path, monk
     assert len(held("held_out", "valid")) == 5000 and len(held("tuning", "valid")) == 3000
     assert set(held("tables", "train")) == set(rows) - set(held("held_out", "valid"))
     assert set(held("tuning", "train")) == set(held("tables", "train")) - set(held("tuning", "valid"))
+    assert len(held("few", "train")) == 2000 and set(held("few", "train")) <= set(held("tuning", "train"))
     assert (folders["tuning"] / "minilm").is_dir()
