@@ -90,6 +90,12 @@ def ranking(model, batch):  # piecewise linear: its second derivatives are zero
     return (order != 0).mul((1 - order * (scores[:, None] - scores)).relu()).mean()
 
 
+def in_turn(model, batch, wanted=lambda label: True):
+    rows = [i for i in range(len(batch[0])) if wanted(batch[1][i])]
+    found = [F.cross_entropy(model(batch[0])[i : i + 1], batch[1][i : i + 1], WEIGHTS) for i in rows]
+    return torch.stack(found).mean() if found else 0 * mean(model, batch)
+
+
 def triplets(model, batch):
     y = model(batch[0])
     return F.triplet_margin_loss(y, y.roll(1, 0), y.roll(2, 0))
@@ -120,6 +126,9 @@ COUPLED: dict[str, Loss] = {
     "masked": lambda model, batch: tokens(model, batch, reduction="none")[batch[2][:, 3] != -100].mean(),
     "masked labels": lambda m, b: F.cross_entropy(m(b[0])[b[1] > 0], b[1][b[1] > 0]),
     "masked squares": lambda m, b: F.mse_loss(m(b[0])[b[0] > 0], b[0][b[0] > 0]),
+    "a loop that leaves some out": lambda m, b: in_turn(m, b, lambda label: label > 0),
+    "two of the rows": lambda m, b: torch.cat([m(b[0])[0], m(b[0])[-1, :2]]).square().mean() + mean(m, b),
+    "half of the rows": lambda m, b: m(b[0])[: len(b[0]) // 2 + 2].square().mean(),
     "ignored": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], ignore_index=0),
 }
 APART: dict[str, Loss] = {
@@ -139,6 +148,13 @@ APART: dict[str, Loss] = {
     "each example's cap": lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none").clamp(max=1.0).mean(),
     "distances": lambda model, batch: F.l1_loss(model(batch[0]), batch[0]),
     "triplets with given ones": lambda m, b: F.triplet_margin_loss(m(b[0]), b[0] + 1, b[0] - 1),
+    "mean of a number": lambda model, batch: mean(model, batch).mean(),
+    "mean of two": lambda m, b: torch.stack([mean(m, b), F.mse_loss(m(b[0]), b[0])]).mean(),
+    "mean of classes": lambda m, b: torch.stack([m(b[0])[:, k].square().mean() for k in range(2)]).mean(),
+    "a loop": lambda m, b: torch.stack([F.cross_entropy(m(b[0])[i], b[1][i]) for i in range(len(b[0]))]).mean(),
+    "a loop over rows": lambda m, b: sum(F.mse_loss(y, x) for y, x in zip(m(b[0]), b[0], strict=True)) / len(b[0]),
+    "a loop backwards": lambda m, b: sum(m(b[0])[-i].square().mean() for i in range(1, 1 + len(b[0]))) / len(b[0]),
+    "a loop with class weights": in_turn,
     "best class": lambda m, b: (m(b[0]).max(1).values - m(b[0]).gather(1, b[1][:, None])[:, 0]).mean(),
 }
 

@@ -200,11 +200,15 @@ def _inputs_of_nonlinear(loss: Tensor, ends: set[Node]) -> list[GradientEdge]:
             continue
         seen.add(node)
         parents = [(parent, at) for parent, at in node.next_functions if parent is not None]
-        kind = node.name().removesuffix("Backward").rstrip("0123456789").removesuffix("Backward")
+        kind = _kind(node)
         if not (kind in _LINEAR.split() or (kind in _PRODUCTS and len(parents) == 1)):
             found += [GradientEdge(parent, at) for parent, at in parents]
         waiting += [parent for parent, _ in parents]
     return found
+
+
+def _kind(node: Node) -> str:
+    return node.name().removesuffix("Backward").rstrip("0123456789").removesuffix("Backward")
 
 
 def _shape_at(place: GradientEdge) -> tuple[int, ...] | None:
@@ -246,7 +250,7 @@ def is_uneven(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Whether this call of one of MEANS divides by a number that is not the same for all examples."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("reduction", "mean") != "mean":
+    if given.get("reduction", "mean") != "mean" or _is_of_one_or_of_all(given["input"], m):
         return False
     if func in _OF_ENTRIES:
         return bool(given["input"].numel() % m)
@@ -257,6 +261,54 @@ def is_uneven(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any])
         return True
     counts = (target != given.get("ignore_index", -100)).reshape(m, -1).sum(1)
     return bool((counts != counts[0]).any())
+
+
+def _is_of_one_or_of_all(tensor: Tensor, m: int) -> bool:
+    """Whether a mean of this divides nobody's share by how many others there are.
+
+    It does not if all entries belong to one example (in a loop over them), nor if they are numbers that were put together,
+    each of them from all examples (the losses of two tasks).
+    """
+    found: set[int | str] = set()
+    waiting = [(get_gradient_edge(tensor), False)] if tensor.requires_grad else []
+    seen = set()
+    while waiting:
+        place, in_number = waiting.pop()
+        if (key := (place.node, place.output_nr, in_number)) in seen:
+            continue
+        seen.add(key)
+        shape = _shape_at(place)
+        in_number = in_number or shape == ()
+        if (example := _example_of(place, m)) is not None:
+            found.add(example)
+        elif shape is not None and shape != () and prod(shape) % m == 0:
+            found.add("all" if in_number else "rows")
+        elif not (in_number or place.node.next_functions):
+            found.add("unknown")
+        else:
+            parents = place.node.next_functions
+            waiting += [(GradientEdge(parent, at), in_number) for parent, at in parents if parent is not None]
+    return len(found) == 1 and not found & {"rows", "unknown"}
+
+
+def _example_of(place: GradientEdge, m: int) -> int | None:
+    """Which one, where the rows of one example are cut out of one for each: x[i], x[i : i + 1], `for row in x`."""
+    node: Any = place.node
+    if getattr(node, "_saved_dim", None) != 0:
+        return None
+    kind, of_each = _kind(node), tuple(getattr(node, "_saved_self_sym_sizes", ()))[:1] == (m,)
+    if kind == "Unbind" and len(node._input_metadata) == m:
+        return place.output_nr
+    if kind == "Select" and of_each:
+        return _signed(node._saved_index) % m
+    if kind == "Slice" and of_each and (_shape_at(place) or ())[:1] == (1,):
+        return _signed(node._saved_start) % m
+    return None
+
+
+def _signed(index: int) -> int:
+    """Autograd keeps -1 as the largest number of 64 bits."""
+    return index - 2**64 if index >= 2**63 else index
 
 
 def check_even(loss: Tensor, trail: Trail) -> None:
