@@ -427,6 +427,19 @@ def test_a_model_without_a_loss_of_its_own_is_trained_all_the_same(tmp_path):
     assert trainer(tmp_path, Bare(make_gpt2().config), token_rows()).train().global_step > 0
 
 
+def test_smoothed_labels_of_classifiers_are_the_trainers(tmp_path):
+    private = trainer(tmp_path, label_smoothing_factor=0.2)
+    batch = collate(make_rows(4))
+    private.model.train()
+    with torch.no_grad():
+        ours = private.compute_loss(private.model, dict(batch))
+        outputs = private.model(**{k: v for k, v in batch.items() if k != "labels"})
+    assert torch.allclose(ours, private.label_smoother(outputs, batch["labels"]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the loss was multiplied or divided")
+        private.train()
+
+
 def test_ignored_labels_that_would_mix_examples_are_refused(tmp_path):
     data = make_rows()
     for row in data:

@@ -404,12 +404,21 @@ class PrivateTrainer(Trainer):
                 raise ValueError(
                     "a label is -100, to be ignored: drop such examples, for a mean without them mixes examples"
                 )
+            if self.label_smoother is not None and not labels.is_floating_point():
+                return self._smoothed_loss(model, inputs, labels, return_outputs)
             return super().compute_loss(model, inputs, return_outputs=return_outputs)
         causal = self._is_causal(model)
         # the model's own loss is a mean over all tokens of the batch; encoder-decoders need labels to make their inputs
         outputs = model(**({k: v for k, v in inputs.items() if k != "labels"} if causal else inputs))
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0 if causal else 1]
         loss = token_losses(logits, labels, shift=causal, smoothing=self.args.label_smoothing_factor).mean()
+        return (loss, outputs) if return_outputs else loss
+
+    def _smoothed_loss(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, return_outputs: bool) -> Any:
+        """What the Trainer computes for one label per example, without its count of labels over the batch."""
+        outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.args.label_smoothing_factor)
         return (loss, outputs) if return_outputs else loss
 
     def _takes_over(self, inputs: dict[str, Any]) -> bool:
