@@ -476,6 +476,12 @@ PRIVATE = group(
         ("losses.py", "return bool((counts != counts[0]).any())", "return False"),
         by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[tokens-rgp]",),
     ),
+    mutant(
+        "a loop that leaves examples out",
+        "the mean over those that are left divides by their number, and is taken for one example's own",
+        ("losses.py", 'return len(found) == 1 and not found & {"rows", "unknown"}', "return True"),
+        by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[a loop that leaves some out-rgp]",),
+    ),
 )
 
 ACCOUNTING = group(
