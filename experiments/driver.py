@@ -173,10 +173,11 @@ def mean_and_error(values: list[float]) -> tuple[float, float | None]:
 
 
 def verdict(a: dict[int, float], b: dict[int, float]) -> tuple[float, float | None, str]:
-    """Paired difference a - b over the seeds that both have; a win is one above two standard errors."""
-    difference, error = mean_and_error([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())])
-    if error is None:
-        return difference, None, "one seed"
+    """Paired difference a - b over the seeds that both have; a win is one above two standard errors, of three seeds or more."""
+    found = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+    difference, error = mean_and_error(found)
+    if error is None or len(found) < 3:  # the error of two is as likely half of what it should be as not
+        return difference, None, "too few seeds"
     return difference, error, "level" if abs(difference) <= 2 * error else "win" if difference > 0 else "loss"
 
 
@@ -189,10 +190,10 @@ def show(rows: list[dict[str, Any]], *, also: str | None = None, stages: tuple[s
             print(line + (f"   {also} {words(second[name])}" if name in second else ""))
     for measure in ("accuracy", *([also] if also else [])):
         found = by_setting(rows, measure=measure)
-        several = [name for name, seeds in found.items() if len(seeds) > 1]
+        several = [name for name, seeds in found.items() if len(seeds) > 2]
         for i, a in enumerate(several):
             for b in several[i + 1 :]:
-                if len(found[a].keys() & found[b].keys()) > 1:
+                if len(found[a].keys() & found[b].keys()) > 2:
                     difference, error, word = verdict(found[a], found[b])
                     print(f"{measure}, {a} - {b}: {difference:+.2f} +- {error:.2f}: {word}")
 

@@ -159,16 +159,19 @@ def difference(mean: float, error: float | None, word: str) -> str:
 def few(rows: Rows) -> str:
     """With few rows to train on: a head that starts from texts against one that starts from random numbers."""
     measured = [by_setting(rows, "few", measure) for measure in MEASURES]
-    lines = []
-    for name, label in (("rgp", "RGP, rank 16, EMA"), ("dpsgd", "DP-SGD, EMA")):
-        if all(f"{name}{kind}" in measured[0] for kind in ("", "-words")):
-            plain, told = (
-                [words(list(found[f"{name}{kind}"].values())) for found in measured] for kind in ("", "-words")
-            )
-            gained = (difference(*verdict(found[f"{name}-words"], found[name])) for found in measured)
-            lines.append((label, " / ".join(plain), " / ".join(told), " / ".join(gained)))
-    head = ("validation / held-out rows", "random head", "head from two texts", "difference")
-    return table(head, lines)
+
+    def cell(name: str) -> str:
+        return " / ".join(words(list(found[name].values())) for found in measured)
+
+    def gained(name: str, over: str) -> str:
+        return " / ".join(difference(*verdict(found[name], found[over])) for found in measured)
+
+    lines = [
+        (label, cell(name), cell(f"{name}-words"), gained(f"{name}-words", name))
+        for name, label in (("rgp", FINAL["rgp-r16-ema"]), ("dpsgd", FINAL["dpsgd-ema"]))
+    ]
+    lines.append(("RGP - DP-SGD", gained("rgp", "dpsgd"), gained("rgp-words", "dpsgd-words"), ""))
+    return table(("validation / held-out rows", "random head", "head from two texts", "difference"), lines)
 
 
 def effort(rows: Rows) -> str:

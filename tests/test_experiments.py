@@ -76,7 +76,8 @@ def test_a_win_is_a_paired_difference_above_two_standard_errors():
     assert driver.verdict(base, {s: v + 1 for s, v in base.items()})[2] == "loss"
     difference, error, word = driver.verdict({0: 51.0, 1: 52.0, 2: 49.0}, base)
     assert (round(difference, 3), round(error, 3), word) == (0.667, 0.333, "level")
-    assert driver.verdict({0: 51.0}, base)[2] == "one seed"
+    assert driver.verdict({0: 51.0}, base) == (1.0, None, "too few seeds")
+    assert driver.verdict({0: 51.0, 1: 53.0}, base) == (1.0, None, "too few seeds")
     assert driver.verdict({1: 60.0, 2: 1.0}, {0: 1.0, 1: 50.0})[0] == 10.0  # only the seed that both have
 
 
