@@ -50,6 +50,7 @@ _LINEAR = (
     "Repeat Flatten Diagonal Narrow"
 )
 _PRODUCTS = ("Mul", "Div")  # linear if one of the factors is a constant
+_CHOICES = ("Index", "IndexSelect", "MaskedSelect")  # some of the rows, by what is in them
 NONLINEAR = 16  # places before operations that are not linear, at which dependence is looked at
 LARGEST = 2**24  # entries: second derivatives of more (a language model's logits) would be the largest thing in memory
 TOLERANCE = 1e-6  # where examples are apart, the second derivatives are zeros, not small numbers
@@ -285,6 +286,8 @@ def _is_of_one_or_of_all(tensor: Tensor, m: int) -> bool:
             found.add("all" if in_number else "rows")
         elif not (in_number or place.node.next_functions):
             found.add("unknown")
+        elif in_number and _kind(place.node) in _CHOICES:
+            found.add("rows")
         else:
             parents = place.node.next_functions
             waiting += [(GradientEdge(parent, at), in_number) for parent, at in parents if parent is not None]

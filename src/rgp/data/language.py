@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from rgp.data import tables
 from rgp.data.spec import Data, DataError, DataSpec
 from rgp.data.splits import hold_out
-from rgp.data.text import Pad, check_texts, find_tokenizer, pad_token
+from rgp.data.text import Pad, check_texts, find_tokenizer, pad_token, tokenizer_name
 
 UNITS = ("document", "line", "block")
 TESTS = ("test", "validation", "valid", "dev")
@@ -71,7 +71,7 @@ def load_language(spec: DataSpec) -> Data:
         f"{'published test' if published else 'held-out'} examples, each {unit}",
         published_test=published,
         public_constants={
-            "tokenizer": str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__),
+            "tokenizer": tokenizer_name(tokenizer),
             "unit": spec.unit,
             **({"block": spec.block} if spec.unit == "block" else {"max_length": spec.max_length}),
             "pad_token_id": token,

@@ -115,6 +115,12 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rgp"
 
 
+def bare_name(name: str) -> str:
+    """Of a file or folder its name alone: where it lay on this machine is nobody's business. Names of the hub stay."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_absolute() or path.exists() or name.startswith(".") else name
+
+
 def listing(names: Any, most: int = 12) -> str:
     """Names for an error message: the first few, and how many more there are."""
     names = [str(name) for name in names]

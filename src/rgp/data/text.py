@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rgp.data.spec import Data, DataError, DataSpec
+from rgp.data.spec import Data, DataError, DataSpec, bare_name
 
 _CHUNK = 4096
 IGNORED = -100  # a label that Hugging Face's losses leave out
@@ -89,13 +89,17 @@ def text_data(
         f"{'published test' if published else 'held-out'} texts in {len(names)} classes",
         published_test=published,
         public_constants={
-            "tokenizer": str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__),
+            "tokenizer": tokenizer_name(tokenizer),
             "max_length": spec.max_length,
             "pad_token_id": token,
         },
         label_names=names,
         more_tests=dict(zip(more, further, strict=True)),
     )
+
+
+def tokenizer_name(tokenizer: Any) -> str:
+    return bare_name(str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__))
 
 
 def pad_token(tokenizer: Any) -> int:

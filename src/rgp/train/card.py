@@ -9,13 +9,13 @@ import math
 import platform
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rgp import accounting
 from rgp._version import __version__
+from rgp.data.spec import bare_name
 from rgp.engine import Run
 from rgp.models.public_text import TEXTS
 from rgp.rounding import round_down, round_up
@@ -171,7 +171,7 @@ def card_of(
         "training_rows": settings.dataset_size,
         "model": bare_name(model),
         "parameters": sum(e.size for e in run.plan),
-        "preprocessing": {str(k): bare_name(_plain(v)) for k, v in (preprocessing or {}).items()},
+        "preprocessing": {str(k): _plain(v) for k, v in (preprocessing or {}).items()},
         "not_covered": NOT_COVERED,
         "audit": None,  # filled in by `rgp audit --run`
         "attack_run": False,  # whether `rgp attack` was; its results are about private rows, and never here
@@ -183,14 +183,6 @@ def card_of(
         meaning = accounting.meaning(run.ledger.events(), delta=settings.delta)
         card["attack_bound"] = {"false_positive_rate": 0.01, "true_positive_rate": meaning.tpr_at_1_percent}
     return card
-
-
-def bare_name(value: Any) -> Any:
-    """Of a file or folder its name alone: where it lay on this machine is nobody's business. Others stay as they are."""
-    if not isinstance(value, str):
-        return value
-    path = Path(value).expanduser()
-    return path.resolve().name if path.is_absolute() or path.exists() or value.startswith(".") else value
 
 
 def card_text(card: dict[str, Any]) -> str:
