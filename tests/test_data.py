@@ -289,7 +289,8 @@ def test_a_real_tokenizer(tmp_path):
     write_csv(tmp_path / "a.csv", ("text", "label"), ROWS)
     data = load(DataSpec(name=str(tmp_path / "a.csv"), tokenizer=str(tmp_path / "tok"), max_length=3))
     assert all(row["input_ids"].tolist() == [2, 1, 1] for row in data.train)
-    assert data.public_constants["max_length"] == 3 and str(tmp_path / "tok") in data.public_constants["tokenizer"]
+    assert data.public_constants["max_length"] == 3
+    assert data.public_constants["tokenizer"] == "tok", "its name, for the card; not where it lies on this machine"
 
 
 # Mistakes
