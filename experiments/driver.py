@@ -176,7 +176,7 @@ def verdict(a: dict[int, float], b: dict[int, float]) -> tuple[float, float | No
     """Paired difference a - b over the seeds that both have; a win is one above two standard errors, of three seeds or more."""
     found = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
     difference, error = mean_and_error(found)
-    if error is None or len(found) < 3:  # the error of two is as likely half of what it should be as not
+    if error is None or len(found) < 3:  # of two, the error is below half its size in two cases of five
         return difference, None, "too few seeds"
     return difference, error, "level" if abs(difference) <= 2 * error else "win" if difference > 0 else "loss"
 
