@@ -14,12 +14,14 @@ pytest.importorskip("safetensors")
 pytest.importorskip("sklearn")
 from typer.testing import CliRunner
 
-from rgp import cli, engine
+from rgp import cli
 from rgp.audit import bounds
 from rgp.audit.auditing import AuditSettings, audit
 from rgp.audit.bounds import Event, Guessed, gaussian, gaussian_epsilon, guess, guesses_epsilon, lower_bounds, refuted
 from rgp.audit.canaries import blank, made_input
+from rgp.clipping import Gradients
 from rgp.clips import Bound
+from rgp.release import Releases
 from rgp.train import config
 from rgp.train.progress import Silent
 
@@ -154,7 +156,7 @@ def scores_of(monkeypatch, conf, tmp_path, **options):
     seen = []
 
     def keep(config, settings, run, coins, scores, *, private_rows):
-        seen.extend([scores, coins.included, run.settings.dataset_size, private_rows])
+        seen.extend([scores, coins.included, run.mechanism.dataset_size, private_rows])
         return {}
 
     class Unknown:
@@ -211,23 +213,23 @@ def test_an_audit_of_the_engine_as_it_is_stays_below_the_proven_epsilon(tmp_path
 
 
 def test_an_audit_finds_noise_that_is_a_third_of_what_the_ledger_says(tmp_path, monkeypatch):
-    whole = engine.Run._add_noise
+    whole = Releases._add_noise
 
-    def weaker(run, clipped):
-        noise = run._noise.add
-        run._noise.add = lambda total, *, std, **rest: noise(total, std=std / 3, **rest)
+    def weaker(releases, step, clipped):
+        noise = releases.source.add
+        releases.source.add = lambda total, *, std, **rest: noise(total, std=std / 3, **rest)
         try:
-            return whole(run, clipped)
+            return whole(releases, step, clipped)
         finally:
-            run._noise.add = noise
+            releases.source.add = noise
 
-    monkeypatch.setattr(engine.Run, "_add_noise", weaker)
+    monkeypatch.setattr(Releases, "_add_noise", weaker)
     result = audit(*correct(), tmp_path / "audit", progress=Silent())
     assert result["broken"] and result["epsilon_lower"] > result["epsilon_proven"] > 3
 
 
 def test_an_audit_with_long_canaries_finds_clipping_that_is_left_out(tmp_path, monkeypatch):
-    clip = engine.Gradients.clip_and_add
+    clip = Gradients.clip_and_add
 
     def unclipped(gradients):
         bound, gradients._bound = gradients._bound, Bound((3.0,))
@@ -236,7 +238,7 @@ def test_an_audit_with_long_canaries_finds_clipping_that_is_left_out(tmp_path, m
         finally:
             gradients._bound = bound
 
-    monkeypatch.setattr(engine.Gradients, "clip_and_add", unclipped)
+    monkeypatch.setattr(Gradients, "clip_and_add", unclipped)
     assert not audit(*correct(), tmp_path / "exact", progress=Silent())["broken"]  # norm C: there is nothing to clip
     assert audit(*correct(canary_norm=3.0), tmp_path / "long", progress=Silent())["broken"]
 

@@ -237,7 +237,7 @@ def test_carriers_and_diagnostics_survive(tmp_path):
     assert resumed.carriers.keys() == run.carriers.keys()
     for name, pair in run.carriers.items():
         assert all(torch.equal(a, b) for a, b in zip(pair, resumed.carriers[name], strict=True))
-    assert str(resumed.plan) == str(run.plan) and resumed.settings == run.settings
+    assert str(resumed.plan) == str(run.plan) and resumed.mechanism == run.mechanism
 
 
 def test_an_unseeded_run_resumes_too(tmp_path):
@@ -295,8 +295,8 @@ def test_other_data_of_the_same_size(tmp_path):
     crashed(tmp_path)
     resumed = again(tmp_path, dataset=data(seed=2))
     drawn, ended = [], []
-    add, step = resumed._noise.add, resumed.step
-    resumed._noise.add = lambda total, **at: drawn.append((at["step"], at["attempt"])) or add(total, **at)
+    add, step = resumed.releases.source.add, resumed.step
+    resumed.releases.source.add = lambda total, **at: drawn.append((at["step"], at["attempt"])) or add(total, **at)
     resumed.step = lambda loss: ended.append(step(loss)) or ended[-1]
     check_fresh(resumed, STEPS + 2)
     assert sum(ended) == STEPS - 3  # a discarded batch is no step
@@ -325,7 +325,7 @@ def test_an_interrupted_optimizer_step(tmp_path):
 
     def half(*args):
         with torch.no_grad():
-            run._parameters["head.weight"].add_(1.0)
+            run.model.get_parameter("head.weight").add_(1.0)
         raise KeyboardInterrupt
 
     run.optimizer.step = half
@@ -388,7 +388,7 @@ def test_doubled_charges_end_the_run_before_the_budget_is_exceeded(tmp_path):
         train(resumed)
     assert resumed.finished and 3 <= resumed.step_index < STEPS
     assert resumed.epsilon() <= 3.0
-    more = [*resumed.ledger.events(), resumed.settings.event(resumed.step_index)]
+    more = [*resumed.ledger.events(), resumed.mechanism.event(resumed.step_index)]
     assert rgp.accounting.epsilon(more, delta=1e-5) > 3.0
 
 
@@ -724,7 +724,7 @@ def test_a_scheduler_without_state_is_named(tmp_path):
             pass
 
     run = start(tmp_path)
-    run.scheduler = Bare()
+    run._step.update.scheduler = Bare()
     with pytest.raises(ValueError, match="the scheduler, a Bare, has no state_dict"):
         run.save(tmp_path)
 

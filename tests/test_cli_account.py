@@ -68,7 +68,7 @@ def test_no_noise_is_null_in_json_and_a_word_in_the_table():
         ("calibrate --epsilon 8 --sampling-rate 0.1 --steps 3", "--delta is needed"),
         ("calibrate --epsilon 8 --dataset-size 9 --batch-size 10 --epochs 3", "--batch-size 10 must be at most"),
         ("calibrate --epsilon 8 --dataset-size 9 --batch-size 1 --epochs 3 --delta 0.2", "delta=0.2 must be below 1/N"),
-        (f"calibrate --epsilon -1 {RUN}", "epsilon=-1.0 must be"),
+        (f"calibrate --epsilon -1 {RUN}", r"epsilon must be positive and finite; got -1.0"),
         (f"account --noise-multiplier 1 {RUN} --accountant prv", "accountant='prv' must be"),
         (f"account --noise-multiplier -1 {RUN}", "noise_multiplier=-1.0 must be"),
     ],

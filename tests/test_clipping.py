@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import rgp
 from rgp import slots as slots_module
-from rgp.clipping import Gradients, clip_factors, squared_norms
-from rgp.clips import Bound
+from rgp.clipping import Gradients, squared_norms
+from rgp.clips import Bound, clip_factors
 from rgp.norms import EmbeddingUse
+from rgp.observing import Observer
 from rgp.plan import Entry
 from rgp.slots import CarriedSlot, DeferredSlot, DenseSlot
 
@@ -177,7 +178,12 @@ def released_sum(model: nn.Module, data: list, method: rgp.Method, *, clip: floa
             **options,
         )
     found = []
-    run._observe = lambda _, noisy: found.append(noisy.clone().double())  # before it is divided and rebuilt
+
+    class Spy(Observer):
+        def released(self, step, noisy):
+            found.append(noisy.clone().double())  # before it is divided and rebuilt
+
+    run.observe(Spy())
     for x, c in run:
         run.step((model(x) * c).flatten(1).sum(1))  # the data choose inputs and output gradients alike
     run.close()

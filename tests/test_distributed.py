@@ -629,8 +629,8 @@ def tower_run(sharded: bool, kind: str, options: dict[str, Any]) -> dict[str, An
             "weights": weights,
             "ran": ran,
             "kinds": local,
-            "initial": len(run._initial),
-            "proved": not run._vetting.model_open,
+            "initial": len(run.initial),
+            "proved": not run._step.vetting.model_open,
         }
 
 

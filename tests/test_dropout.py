@@ -8,7 +8,7 @@ from torch import nn
 
 import rgp.rules
 from rgp.capture import Capture
-from rgp.probe import check_examples_apart
+from rgp.checks.probe import check_examples_apart
 
 rgp.rules.load()
 

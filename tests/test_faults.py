@@ -154,7 +154,7 @@ def swallowed_error(_):
     def fail(*_args):
         raise torch.OutOfMemoryError
 
-    run._gradients.clip_and_add = fail
+    run._step.gradients.clip_and_add = fail
     for batch in run:
         with pytest.raises(torch.OutOfMemoryError):
             run.step(loss_of(run, batch))

@@ -267,7 +267,7 @@ def test_a_dataset_that_is_given_later(tmp_path):
     private = trainer(tmp_path, num_train_epochs=1, max_steps=-1)
     private.train_dataset = make_rows(3 * N)
     private.train()
-    assert private.run.settings.dataset_size == 3 * N and private.run.step_index == 10
+    assert private.run.mechanism.dataset_size == 3 * N and private.run.step_index == 10
 
 
 def test_overrides_that_would_never_be_called_are_refused(tmp_path):
@@ -523,7 +523,7 @@ def test_what_is_taken_over_is_said(tmp_path, caplog):
         dataloader_drop_last=True,
     )
     made.train()
-    assert made.run.settings.batch_size(0) == 12 and made.run.settings.microbatch_size == 4
+    assert made.run.mechanism.batch_size(0) == 12 and made.run.loading.microbatch_size == 4
     for word in (
         "gradient_accumulation_steps=3",
         "max_grad_norm=1",
@@ -533,7 +533,7 @@ def test_what_is_taken_over_is_said(tmp_path, caplog):
     ):
         assert word in caplog.text
     lengths = [len(row["input_ids"]) for row in make_rows()]
-    parts = made.run._microbatches(0)
+    parts = made.run._loop._microbatches(0)
     flat = [lengths[i] for part in parts for i in part]
     assert flat == sorted(flat, reverse=True)  # similar lengths together
 

@@ -19,9 +19,9 @@ import helpers
 import rgp
 from helpers import seeded
 from rgp.data import DataSpec, load
+from rgp.loading import cut
 from rgp.optimizers import AdamCorrected
 from rgp.reconstruct import noise_variance, rebuild
-from rgp.sampling import cut
 from rgp.train import config, evaluation, progress, runner
 from rgp.train.config import ConfigError
 

@@ -85,9 +85,9 @@ def test_reading_gives_the_same_ledger(tmp_path):
 def test_epsilon_is_the_accountants_for_the_ledger(tmp_path):
     run = small_run(tmp_path, steps=4)
     train(run)
-    expected = accounting.epsilon([accounting.Event(0.2, 1.0, 4)], delta=run.settings.delta)
+    expected = accounting.epsilon([accounting.Event(0.2, 1.0, 4)], delta=run.mechanism.delta)
     assert run.epsilon() == expected
-    assert accounting.epsilon(Ledger.open(tmp_path).events(), delta=run.settings.delta) == expected
+    assert accounting.epsilon(Ledger.open(tmp_path).events(), delta=run.mechanism.delta) == expected
 
 
 def test_in_memory_until_it_is_moved(tmp_path):

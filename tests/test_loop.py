@@ -127,7 +127,7 @@ def test_a_budget_is_met_and_not_exceeded():
 )
 def test_epochs_become_steps(epochs, batch_size, steps):
     _, run = start(epochs=epochs, steps=None, batch_size=batch_size)
-    assert run.settings.steps == steps
+    assert run.mechanism.steps == steps
     run.close()
 
 

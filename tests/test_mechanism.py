@@ -58,7 +58,7 @@ def published(data, method, *, scripted=True, **options):
         warnings.simplefilter("ignore")
         with rgp.privatize(model, optimizer, data, method=method, **options) as run:
             if scripted:
-                run._noise = Scripted()
+                run.releases.source = Scripted()
             for x, y in run:
                 run.step(F.cross_entropy(model(x), y))
             records = [{k: r[k] for k in ("step", "q", "sigma", "C", "batch_size")} for r in run.ledger.records]
@@ -82,7 +82,7 @@ def test_what_a_run_publishes_is_a_function_of_its_releases(name, monkeypatch):
     method, options = METHODS[name]
     one, ledger = published(examples(1), method, **options)
     draws = [np.arange(8), np.arange(0), np.arange(5, 24), np.array([3]), np.arange(24), np.array([0, 5])]
-    monkeypatch.setattr(rgp.engine, "draw", lambda streams, step, *_, **__: draws[step])
+    monkeypatch.setattr(rgp.sampling, "draw", lambda streams, step, *_, **__: draws[step])
     two, other_ledger = published(examples(2, scale=50.0, bad=True), method, **options)
     assert ledger == other_ledger
     for step, (a, b) in enumerate(zip(one, two, strict=True)):

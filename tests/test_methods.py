@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import rgp
 from rgp.accounting import combine
-from rgp.clips import AdaptiveClip, adaptive_bound
+from rgp.clips import AdaptiveClip
 from rgp.models import WideResNet
 from rgp.models.wrn import StandardizedConv2d, standardized
+from rgp.observing import Observer
 
 CLASSES, N = 3, 12
 
@@ -153,7 +154,7 @@ def test_the_adaptive_clip_follows_the_quantile():
 @pytest.mark.parametrize(("sigma", "count_noise"), [(1.0, None), (0.7, 0.5), (5.0, 3.0)])
 def test_gradients_and_count_are_one_event(sigma, count_noise):
     rule = AdaptiveClip(count_noise=count_noise)
-    bound = adaptive_bound(rule, 2.0, sigma, 100)
+    bound = rule.bound(0, sigma=sigma, batch_size=100, adapted=2.0)
     std = sigma * bound.sensitivity  # the same noise on every released coordinate
     on_count = std / bound.count_weight  # in units of examples, each of which adds 1/2 or -1/2
     assert combine([(2.0, std), (0.5, on_count)]) == pytest.approx(sigma)
@@ -168,8 +169,16 @@ def test_the_count_is_released_with_its_noise_and_recorded_in_one_line():
         model, optimizer, [(x, y % 2) for x, y in data], method=rgp.DPSGD(), batch_size=40, steps=400, noise_multiplier=1.0,
         clip=rule, microbatch_size=40, seed=1, delta=1e-3,
     )  # fmt: skip
-    run._observe = lambda step, noisy: released.append((noisy[-1].item() / run._bound.count_weight, run._bound))
-    run._inject = lambda gradients, indices: gradients.rows().zero_()  # everyone is below C: the count is N/2
+
+    class Spy(Observer):
+        def before_clipping(self, gradients, indices):
+            gradients.rows().zero_()  # everyone is below C: the count is N/2
+
+        def released(self, step, noisy):
+            bound = run._step.bound
+            released.append((noisy[-1].item() / bound.count_weight, bound))
+
+    run.observe(Spy())
     for x, y in run:
         run.step(F.cross_entropy(model(x), y))
     counts = np.array([count for count, _ in released]) - 20
@@ -317,10 +326,10 @@ def test_powersgd(kind, feedback):
             model, optimizer, data, method=kind(rank=2, error_feedback=feedback), batch_size=N, steps=3, noise_multiplier=0.0,
             clip=clip, seed=0, microbatch_size=N,
         )  # fmt: skip
-    run._power.state |= {
+    run._step.update.power.state |= {
         f"{n}.Q": torch.randn(2, reference.get_parameter(n).shape[1]).double() for n in ("0.weight", "2.weight")
     }
-    Q = {n.removesuffix(".Q"): q.clone() for n, q in run._power.state.items()}
+    Q = {n.removesuffix(".Q"): q.clone() for n, q in run._step.update.power.state.items()}
     for x, y in run:
         grads = batch_gradient(reference, data)
         for name, q in Q.items():
@@ -466,7 +475,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, method, o
     first.close()
     third, *rest = parts()
     run = rgp.resume(tmp_path, third, *rest, augment=options.get("augment"))
-    assert run.settings.clip_rule == options["clip"] or run.settings.clip_rule is None
+    assert run.mechanism == whole.mechanism
     go(run, third)
     assert run.clip_norm == whole.clip_norm
     for a, b in zip(model.parameters(), third.parameters(), strict=True):

@@ -14,7 +14,7 @@ from torch import nn
 
 import rgp
 from helpers import seeded
-from rgp.mixing import CALLS
+from rgp.checks.mixing import CALLS
 
 EXAMPLES = 24
 

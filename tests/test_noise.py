@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import rgp
 from rgp import noise as noise_module
 from rgp.noise import CHUNK, PhiloxNoise
+from rgp.observing import Observer
 from rgp.streams import PURPOSES, Streams
 
 ACCEPT, REJECT = 1e-5, 1e-12  # p-values; the secure source cannot be seeded, so acceptance leaves it room
@@ -219,13 +220,13 @@ def noise_of_run(method, *, steps=1, size=64, batch_size=16, lr=1.0, **options) 
         **options,
     )
     found = []
-    inner = run._set_gradients
 
-    def spy(noisy):
-        found.append({name: noisy[run._gradients.where[name]].double().numpy().copy() for name in run._slots})
-        inner(noisy)
+    class Spy(Observer):
+        def released(self, step, noisy):
+            where = run._step.gradients.where
+            found.append({name: noisy[columns].double().numpy().copy() for name, columns in where.items()})
 
-    run._set_gradients = spy
+    run.observe(Spy())
     for x, _ in run:
         run.step(0.0 * model(x).sum())
     run.close()

@@ -109,7 +109,7 @@ def one_real_step(settings: Settings, contender: str) -> tuple[int, int]:
         for tensor in state.values():
             tally.count(tensor)
     if contender != "plain":
-        for tensor in runner.run._initial.values():
+        for tensor in runner.run.initial.values():
             tally.count(tensor)
     with FlopCounterMode(display=False, custom_mapping=NOT_COUNTED_BY_TORCH) as flops, tally:
         runner.step()

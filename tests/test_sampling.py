@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import rgp
-from rgp.sampling import check_dataset, cut, draw
+from rgp.loading import cut
+from rgp.sampling import check_dataset, draw
 from rgp.streams import Streams
 
 N, STEPS, BATCH = 60, 4000, 12
@@ -193,7 +194,7 @@ def test_a_cap_is_accounted():
     assert total.max() == 9
     (event,) = run.ledger.events()
     assert (event.max_batch, event.dataset_size, event.count) == (9, 40, 30)
-    free = rgp.accounting.epsilon([rgp.accounting.Event(8 / 40, 1.0, 30)], delta=run.settings.delta)
+    free = rgp.accounting.epsilon([rgp.accounting.Event(8 / 40, 1.0, 30)], delta=run.mechanism.delta)
     assert run.epsilon() > free  # a cut batch makes every example's presence tell on the others
 
 

@@ -5,7 +5,6 @@ from rgp.accounting import Budget
 from rgp.checking import check
 from rgp.checkpoint import resume
 from rgp.clips import AdaptiveClip, AutoClip, GroupClip
-from rgp.engine import Run
 from rgp.errors import LedgerError, RankError, UnsupportedError, WrongUseError
 from rgp.fixing import fix
 from rgp.methods import (
@@ -22,6 +21,7 @@ from rgp.methods import (
 from rgp.plan import Plan, make_plan
 from rgp.privatize import privatize
 from rgp.public import without_labels
+from rgp.run import Run
 
 __all__ = [
     "DPSGD",

@@ -24,9 +24,6 @@ from functools import cache
 from rgp.composition import (
     Event,
     check_accountant,
-    check_count,
-    check_positive,
-    check_probability,
     coarse_epsilon,
     coarsen,
     compose,
@@ -39,6 +36,7 @@ from rgp.composition import (
     read_epsilon,
     rough_epsilon,
 )
+from rgp.validate import check_count, check_positive, check_probability
 
 RESOLUTION = 10_000  # calibration answers in steps of 1 / RESOLUTION, rounded up
 

@@ -22,8 +22,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
+from rgp.checks.losses import MEANS, Trail, is_uneven, outputs_of
 from rgp.errors import UnsupportedError, WrongUseError
-from rgp.losses import MEANS, Trail, is_uneven, outputs_of
 from rgp.rules import ANYTIME, RULES, TRANSPOSED
 from rgp.rules.derived import derived
 from rgp.slots import Slot

@@ -10,16 +10,20 @@ private tensor exists in the process's training state, and has no field that cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rgp.sharding import thin_product
+from rgp.sharding import shard, thin_product
+from rgp.slots import CarriedSlot
+from rgp.streams import Streams
+from rgp.torchstate import forked_rng, momentum_of
+from rgp.trained import TrainedModel
 
-Pair = tuple[Tensor, Tensor]
 TOLERANCE = 1e-13
 
 
@@ -98,3 +102,89 @@ def orthonormal_rows(Y: Tensor, gaussian: Callable[[int], Tensor]) -> Tensor:
 
 def _householder(Y: Tensor) -> Tensor:
     return torch.linalg.qr(Y.mT.contiguous()).Q.mT.contiguous()
+
+
+class CarrierSearch:
+    """Finds every carried parameter's carriers at the beginning of a step, from released state alone.
+
+    public_loss: of the model on public data, for source="public".
+    """
+
+    def __init__(
+        self,
+        trained: TrainedModel,
+        optimizer: torch.optim.Optimizer,
+        streams: Streams,
+        *,
+        steps: int,
+        public_loss: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self._trained, self._optimizer, self._streams = trained, optimizer, streams
+        self._steps, self._public_loss = steps, public_loss
+        self.initial: dict[str, Tensor] = {}  # W_0, where the method looks at W_t - W_0
+        if getattr(trained.plan.method, "source", None) == "history":
+            self.initial = {name: trained.parameters[name].detach().clone() for name in trained.carried}
+
+    @torch.no_grad()
+    def find(self, step: int) -> None:
+        """Set the carriers of this step. No batch of it has been drawn yet."""
+        method: Any = self._trained.plan.method
+        groups: dict[tuple[Any, ...], list[CarriedSlot]] = {}
+        for name, slot in self._trained.carried.items():
+            weight = self._trained.parameters[name]
+            key = (slot.entry.rank, slot.entry.p, slot.entry.d, weight.dtype, weight.device)
+            groups.setdefault(key, []).append(slot)
+        if not groups:
+            return
+        source = self.source(step)
+        public = self._public_gradients(step) if source == "public" else {}
+        rng = self._streams.generator("carriers", step)
+        for (rank, *_), slots in groups.items():
+            released = [self._released(slot.entry.name, public) for slot in slots]
+            Lt, R = find_carriers(released, source=source, rank=rank, iterations=method.power_iterations, rng=rng)
+            for i, slot in enumerate(slots):
+                slot.set_carriers(Lt[i], R[i], method.sides_at(step))
+
+    def source(self, step: int) -> str:
+        """What carriers are found in: the weight, as long as the update or its momentum says nothing yet."""
+        method: Any = self._trained.plan.method
+        warmup = method.warmup_steps if method.warmup_steps is not None else max(1, round(self._steps / 10))
+        if method.source in ("history", "momentum") and step < warmup:
+            return "weight"
+        return method.source
+
+    def _released(self, name: str, public: Mapping[str, Tensor]) -> Released:
+        weight = self._trained.parameters[name]
+        return Released(
+            weight=weight,
+            initial=self.initial.get(name),
+            momentum=momentum_of(self._optimizer, weight),
+            public=public.get(name),
+        )
+
+    def _public_gradients(self, step: int) -> dict[str, Tensor]:
+        assert self._public_loss is not None
+        names = list(self._trained.carried)
+        seed = int(self._streams.generator("carriers", step, part=1).integers(0, 2**63 - 1))
+        with forked_rng(seed), torch.enable_grad():  # on every rank the same numbers, and after a resume
+            loss = self._public_loss()
+            grads = torch.autograd.grad(loss, [self._trained.parameters[n] for n in names], allow_unused=True)
+        return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+
+    def state(self) -> dict[str, Tensor]:
+        """The carriers of this step or the last one, as tensors by name."""
+        found: dict[str, Tensor] = {}
+        for name, slot in self._trained.carried.items():
+            if slot.R.numel():
+                found |= {f"{name}.L": slot.Lt, f"{name}.R": slot.R}
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        device = self._trained.device
+        for name, slot in self._trained.carried.items():
+            if f"{name}.L" in state:
+                slot.set_carriers(state[f"{name}.L"].to(device), state[f"{name}.R"].to(device), slot.sides)
+
+    def load_initial(self, initial: Mapping[str, Tensor]) -> None:
+        device = self._trained.device
+        self.initial = {k: shard(t.to(device), like=self.initial[k]) for k, t in initial.items()}

@@ -24,8 +24,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
-from itertools import groupby
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +33,20 @@ from torch import Tensor, nn
 
 from rgp import methods
 from rgp._version import __version__
-from rgp.accounting import Budget
-from rgp.clips import CLIP_RULES
 from rgp.distributed import Ranks, find_ranks, share_ledger, share_streams
-from rgp.engine import Run
-from rgp.guards import check_optimizer
-from rgp.ledger import Ledger, make_folder, sync_folder
+from rgp.files import make_folder, sync_folder, write_atomically, write_file, write_json
+from rgp.ledger import Ledger
+from rgp.loading import Loading
+from rgp.mechanism import Mechanism
 from rgp.methods import Method
-from rgp.noise import PhiloxNoise
+from rgp.noise import noise_source
 from rgp.plan import Entry, Plan
-from rgp.privatize import check_model, check_plan, noise_source
+from rgp.privatize import assemble, check_model, check_trainable
+from rgp.run import Run
 from rgp.sampling import check_dataset
-from rgp.settings import Settings
-from rgp.sharding import gather, load_whole, shard, shard_state
-from rgp.slots import CarriedSlot
+from rgp.sharding import Sharding, gather, load_whole, shard_state
 from rgp.streams import Streams
+from rgp.torchstate import is_sharded
 
 FORMAT = 1
 LATEST, STATE, SECRET, INITIAL = "latest", "state.json", "secret.json", "initial.safetensors"
@@ -65,16 +63,18 @@ def save(run: Run, folder: Folder) -> None:
 
     Of several ranks the first one writes, and the others need not call it, unless weights are sharded: then all must.
     """
-    initial: Tensors = run._initial
-    if run._sharding.active:
-        run._sharding.reshard()
-        initial = gather(initial if run.ranks.from_first(lambda: _latest(Path(folder)) is None) else {}, run)
+    sharded = any(is_sharded(p) for p in run.model.parameters())
+    initial: Tensors = run.initial
+    if sharded:
+        Sharding(run.model, dict(run.model.named_parameters())).reshard()
+        new = run.ranks.from_first(lambda: _latest(Path(folder)) is None)
+        initial = gather(initial if new else {}, run.ranks)
     if not run.ranks.first:
-        if run._sharding.active:
+        if sharded:
             _state(run)
         return
     _safetensors()
-    if run._closed:
+    if run.closed:
         raise ValueError("the run is closed; save it before closing")
     folder = Path(folder)
     if run.ledger.path is None:
@@ -86,8 +86,8 @@ def save(run: Run, folder: Folder) -> None:
     make_folder(folder)
     old = _latest(folder)
     if old is None:
-        _atomically(folder / INITIAL, lambda path: _write_tensors(path, initial))
-    elif run._secret_file is None:  # this run has not saved here before
+        _write_tensors(folder / INITIAL, initial)
+    elif run.secret_file is None:  # this run has not saved here before
         known = _read_state(folder / old)["ledger"]
         run.ledger.check_contains(known["count"], known["head"])
 
@@ -98,7 +98,7 @@ def save(run: Run, folder: Folder) -> None:
     tensors, state = _state(run)
     for kind, group in tensors.items():
         _write_tensors(draft / f"{kind}.safetensors", group)
-    _write_json(draft / STATE, state)
+    write_json(draft / STATE, state)
     sync_folder(draft)
     os.rename(draft, folder / name)
     sync_folder(folder)
@@ -106,7 +106,7 @@ def save(run: Run, folder: Folder) -> None:
     finished = run.finished
     if not finished:
         _save_secret(run, folder / SECRET, keep=old, name=name)
-    _atomically(folder / LATEST, lambda path: _write(path, (name + "\n").encode()))
+    write_file(folder / LATEST, (name + "\n").encode())
     if finished:
         (folder / SECRET).unlink(missing_ok=True)
     for other in folder.glob("checkpoint-*"):
@@ -116,16 +116,16 @@ def save(run: Run, folder: Folder) -> None:
 
 
 def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    weights, aliases = _distinct(gather(run.model.state_dict(), run))
+    weights, aliases = _distinct(gather(run.model.state_dict(), run.ranks))
     optimizer: Tensors = {}
     encoded = encode(run.optimizer.state_dict(), optimizer, "optimizer")
-    optimizer = gather(optimizer, run)
+    optimizer = gather(optimizer, run.ranks)
     state = {
         "format": FORMAT,
         "version": __version__,
-        "step": run.step_index,
+        **run.state(),
         "ledger": {"count": run.ledger.count, "head": run.ledger.head},
-        "settings": _settings_to_json(run.settings),
+        "settings": {**run.mechanism.to_json(), **run.loading.to_json()},
         "method": _method_to_json(run.plan.method),
         "plan": [asdict(entry) for entry in run.plan],
         "model": _describe_model(run.model),
@@ -136,29 +136,20 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
             "state": encoded,
         },
         "scheduler": None if run.scheduler is None else _scheduler_to_json(run.scheduler),
-        "secure_noise": not isinstance(run._noise, PhiloxNoise),
-        "replay": _replay_conditions(run.settings, run.ranks),
-        "adapted_clip": run._adapted,
-        "ema": None if run.ema is None else run.ema.decay,
-        "augments": run._augment is not None,
+        "replay": _replay_conditions(run.loading, run.ranks),
+        "augments": run.loading.augment is not None,
     }
-    carriers: Tensors = {}
-    for name, slot in run._slots.items():
-        if isinstance(slot, CarriedSlot) and slot.R.numel():
-            carriers |= {f"{name}.L": slot.Lt, f"{name}.R": slot.R}
-    ema = {} if run.ema is None else run.ema.state
-    power = {} if run._power is None else run._power.state
-    return {"model": weights, "optimizer": optimizer, "carriers": carriers, "ema": ema, "power": power}, state
+    return {"model": weights, "optimizer": optimizer, **run.tensors()}, state
 
 
 def _save_secret(run: Run, path: Path, *, keep: str | None, name: str) -> None:
     """The streams' secret, and two counts that are private, for the checkpoint that counts now and the one to come."""
-    private = {name: {"bad_examples": run.bad_examples, "never_used": sorted(run._never_used)}}
+    secret = run.secret_state()
+    private = {name: {key: secret.pop(key) for key in ("bad_examples", "never_used")}}
     if keep is not None and path.exists():
         private |= {k: v for k, v in json.loads(path.read_text())["private"].items() if k == keep}
-    content = {"secret": run._streams.secret.hex(), "known": run._streams.known, "private": private}
-    _atomically(path, lambda new: _write_json(new, content, mode=0o600))
-    run._secret_file = path
+    write_json(path, {**secret, "private": private}, mode=0o600)
+    run.secret_file = path
 
 
 # ---------------------------------------------------------------------- resume
@@ -214,23 +205,31 @@ def resume(
     here = folder / name
     state = _read_state(here, ranks)
     method = _method(state["method"], method)
-    settings = _settings_from_json(state["settings"])
+    mechanism = Mechanism.from_json(state["settings"])
+    kept = state["settings"]
+    loading = Loading(
+        microbatch_size=kept["microbatch_size"] if microbatch_size is None else microbatch_size,
+        views=kept["views"],
+        loss_reduction=kept["loss_reduction"],
+        collate_fn=collate_fn,
+        augment=augment,
+        workers=workers,
+        pin_memory=pin_memory,
+        lengths=lengths,
+    )
     plan = Plan(tuple(_entry(e) for e in state["plan"]), method)
-    _check_same(state, settings, model, optimizer, scheduler, dataset, batch_size)
+    _check_same(state, mechanism, model, optimizer, scheduler, dataset, batch_size)
     check_model(model)
-    check_plan(model, plan)
-    check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
+    check_trainable(model, plan, optimizer)
     if (getattr(method, "source", None) == "public") != (public_loss is not None):
         raise ValueError("the run finds its carriers with a public loss (source='public'): give public_loss, as before")
     if state["augments"] != (augment is not None):
         raise ValueError(f"the run was made {'with' if state['augments'] else 'without'} augment=: give the same")
-    if microbatch_size is not None:
-        settings = replace(settings, microbatch_size=microbatch_size)
 
     ledger = share_ledger(ranks, lambda: Ledger.open(folder, append=True))
     try:
         ledger.check_contains(state["ledger"]["count"], state["ledger"]["head"])
-        _check_header(ledger, settings)
+        _check_header(ledger, mechanism)
         if ledger.repaired:
             warnings.warn(ledger.repaired)
         secret, private = _read_secret(folder / SECRET, name, ranks)
@@ -241,22 +240,20 @@ def resume(
         optimizer.load_state_dict(shard_state(decode(state["optimizer"]["state"], tensors), held))
         if scheduler is not None:
             scheduler.load_state_dict(decode(state["scheduler"]["state"], {}))
-        run = Run(
+        # checkpoints before 0.2 did not name their source
+        source = state.get("noise", "secure" if state["secure_noise"] else "philox")
+        run = assemble(
             model,
             optimizer,
             dataset,
             plan=plan,
-            settings=settings,
+            mechanism=mechanism,
+            loading=loading,
             streams=streams,
-            noise=noise_source(streams, secure=state["secure_noise"]),
+            source=noise_source(source, streams),
             ledger=ledger,
             scheduler=scheduler,
-            collate_fn=collate_fn,
-            workers=workers,
-            pin_memory=pin_memory,
-            lengths=lengths,
             public_loss=public_loss,
-            augment=augment,
             ema=state["ema"],
             probe=probe,
             ranks=ranks,
@@ -264,23 +261,11 @@ def resume(
     except BaseException:
         ledger.close()
         raise
-    run.step_index, run._adapted = state["step"], state["adapted_clip"]
-    same = ranks.from_first(lambda: secret is not None and state["replay"] == _replay_conditions(settings, ranks))
-    run._replay_from = state["ledger"]["count"] if same else ledger.count
-    run.bad_examples, run._never_used = private["bad_examples"], set(private["never_used"])
-    run._secret_file = folder / SECRET
-    device = next(iter(run._parameters.values())).device
-    if run._initial:
-        initial = _read_tensors(folder / INITIAL, ranks)
-        run._initial = {k: shard(t.to(device), like=run._initial[k]) for k, t in initial.items()}
-    for key, pair in _pairs(_read_tensors(here / "carriers.safetensors", ranks)).items():
-        slot = run._slots[key]
-        assert isinstance(slot, CarriedSlot)
-        slot.set_carriers(pair[0].to(device), pair[1].to(device), slot.sides)
-    for kept, name_of in ((run.ema, "ema"), (run._power, "power")):
-        if kept is not None:
-            tensors = _read_tensors(here / f"{name_of}.safetensors", ranks)
-            kept.state = {k: t.to(device) for k, t in tensors.items()}
+    kinds = {kind: _read_tensors(here / f"{kind}.safetensors", ranks) for kind in ("carriers", "ema", "power")}
+    initial = _read_tensors(folder / INITIAL, ranks) if run.initial else None
+    same = ranks.from_first(lambda: secret is not None and state["replay"] == _replay_conditions(run.loading, ranks))
+    run.load(state, kinds, initial, private, replay_from=state["ledger"]["count"] if same else ledger.count)
+    run.secret_file = folder / SECRET
     if secret is None and not run.finished and ranks.first:
         warnings.warn(
             f"{folder / SECRET} is missing, so the random streams start anew: nothing can be repeated, and the "
@@ -291,7 +276,7 @@ def resume(
 
 def _check_same(
     state: Mapping[str, Any],
-    settings: Settings,
+    mechanism: Mechanism,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
@@ -299,14 +284,10 @@ def _check_same(
     batch_size: int | Callable[[int], int] | None,
 ) -> None:
     """Refuse with everything that differs from the saved run."""
-    sizes = [batch_size(t) if callable(batch_size) else batch_size for t in range(settings.steps)]
+    sizes = [batch_size(t) if callable(batch_size) else batch_size for t in range(mechanism.steps)]
     pairs: list[tuple[str, Any, Any]] = [
-        ("dataset size", check_dataset(dataset), settings.dataset_size),
-        *[
-            (f"batch_size at step {t}", now, before)
-            for t, (now, before) in enumerate(zip(sizes, settings.batch_sizes, strict=True))
-            if now is not None
-        ],
+        ("dataset size", check_dataset(dataset), mechanism.dataset_size),
+        *[(f"batch_size at step {t}", now, mechanism.batch_size(t)) for t, now in enumerate(sizes) if now is not None],
         ("optimizer", type(optimizer).__name__, state["optimizer"]["class"]),
         ("scheduler", scheduler and type(scheduler).__name__, state["scheduler"] and state["scheduler"]["class"]),
     ]
@@ -321,9 +302,9 @@ def _check_same(
         raise ValueError(f"not the run that was saved: {'; '.join(different[:4])}{more}")
 
 
-def _check_header(ledger: Ledger, settings: Settings) -> None:
+def _check_header(ledger: Ledger, mechanism: Mechanism) -> None:
     """The checkpoint's settings are those the ledger's first line tells of."""
-    for key, value in settings.header().items():
+    for key, value in mechanism.header().items():
         if key != "version" and _without_version(ledger.header.get(key)) != _without_version(value):
             raise ValueError(
                 f"not the run that was saved: the checkpoint has {key} {value}, and the ledger {ledger.header.get(key)}"
@@ -349,36 +330,12 @@ def _load_weights(model: nn.Module, weights: Tensors, aliases: Mapping[str, str]
     load_whole(model, {**weights, **{alias: weights[name] for alias, name in aliases.items()}})
 
 
-def _replay_conditions(settings: Settings, ranks: Ranks) -> dict[str, int]:
+def _replay_conditions(loading: Loading, ranks: Ranks) -> dict[str, Any]:
     """What a release must have in common with the one on record to have a chance of being equal to the bit."""
-    return {"microbatch_size": settings.microbatch_size, "threads": torch.get_num_threads(), "processes": ranks.size}
+    return {"microbatch_size": loading.microbatch_size, "threads": torch.get_num_threads(), "processes": ranks.size}
 
 
 # ---------------------------------------------------------------------- what the run is, as JSON
-
-
-def _settings_to_json(settings: Settings) -> dict[str, Any]:
-    """Schedules as [value, how many steps] pairs."""
-    found = {f.name: getattr(settings, f.name) for f in fields(settings)}
-    rule = settings.clip_rule
-    return {
-        **{
-            k: [[v, len(list(same))] for v, same in groupby(x)] if isinstance(x, tuple) else x for k, x in found.items()
-        },
-        "budget": settings.budget and asdict(settings.budget),
-        "clip_rule": rule and {type(rule).__name__: {f.name: getattr(rule, f.name) for f in fields(rule)}},
-    }
-
-
-def _settings_from_json(saved: Mapping[str, Any]) -> Settings:
-    def steps(value: Any) -> Any:
-        return tuple(v for v, n in value for _ in range(n)) if isinstance(value, list) else value
-
-    found: dict[str, Any] = {k: steps(v) for k, v in saved.items()}
-    rule = None
-    for kind, content in (found["clip_rule"] or {}).items():
-        rule = CLIP_RULES[kind](**content)
-    return Settings(**{**found, "budget": found["budget"] and Budget(**found["budget"]), "clip_rule": rule})
 
 
 def _method_to_json(method: Method) -> dict[str, Any]:
@@ -430,11 +387,6 @@ def _scheduler_to_json(scheduler: Any) -> dict[str, Any]:
     if not hasattr(scheduler, "state_dict"):
         raise ValueError(f"the scheduler, a {type(scheduler).__name__}, has no state_dict() and cannot be saved")
     return {"class": type(scheduler).__name__, "state": encode(scheduler.state_dict(), None, "scheduler")}
-
-
-def _pairs(carriers: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    names = [key.removesuffix(".L") for key in carriers if key.endswith(".L")]
-    return {name: (carriers[f"{name}.L"], carriers[f"{name}.R"]) for name in names}
 
 
 # ---------------------------------------------------------------------- nested state without pickle
@@ -505,9 +457,10 @@ def _write_tensors(path: Path, tensors: Tensors) -> None:
         tensor = tensor.detach().cpu().contiguous()
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
-    _safetensors().save_file({k: alone(t) for k, t in tensors.items()}, path)
-    with open(path, "r+b") as file:
-        os.fsync(file.fileno())
+    def write(new: Path) -> None:
+        _safetensors().save_file({k: alone(t) for k, t in tensors.items()}, new)
+
+    write_atomically(path, write)
 
 
 def _read_tensors(path: Path, ranks: Ranks) -> Tensors:
@@ -528,25 +481,6 @@ def _read_state(checkpoint: Path, ranks: Ranks = Ranks()) -> dict[str, Any]:  # 
     if state["format"] != FORMAT:
         raise ValueError(f"{checkpoint} has format {state['format']!r}; this version of rgp reads {FORMAT}")
     return state
-
-
-def _write_json(path: Path, content: Any, mode: int = 0o666) -> None:
-    _write(path, json.dumps(content, indent=1).encode() + b"\n", mode)
-
-
-def _write(path: Path, data: bytes, mode: int = 0o666) -> None:
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _atomically(path: Path, write: Callable[[Path], None]) -> None:
-    new = path.with_name(path.name + ".new")
-    write(new)
-    os.replace(new, path)
-    sync_folder(path.parent)
 
 
 def _latest(folder: Path) -> str | None:

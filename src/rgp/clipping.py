@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rgp.clips import Bound
+from rgp.clips import Bound, clip_factors
 from rgp.slots import DeferredSlot, Slot
 
 BLOCK = 256  # columns summed in the buffer's own precision; sums of blocks are float64
@@ -48,7 +48,7 @@ class Gradients:
 
     def __init__(self, groups: Sequence[Sequence[Slot]], *, dtype: torch.dtype, device: torch.device) -> None:
         self._groups = [_Group(slots) for slots in groups]
-        self._slots = [slot for group in self._groups for slot in group.slots]
+        self.slots = [slot for group in self._groups for slot in group.slots]
         self._dtype, self._device = dtype, device
         self._rows = torch.empty(0, 0, dtype=dtype, device=device)
         self.nbytes = 0  # of the largest buffer so far
@@ -70,13 +70,13 @@ class Gradients:
             group.columns = slice(first, start)
             self._padding.append(slice(used, start))
         self._columns = start
-        for slot in self._slots:
+        for slot in self.slots:
             if isinstance(slot, DeferredSlot):
                 self.where[slot.entry.name] = slice(start, start + slot.entry.size)
                 start += slot.entry.size
         self._size = start + (1 if bound.count_weight else 0)
         self._total: Tensor | None = None
-        self._examples = self._bad = 0
+        self.examples = self._bad = 0
 
     def begin(self, m: int) -> None:
         """Start a micro-batch of m examples: hand every slot its columns."""
@@ -84,20 +84,20 @@ class Gradients:
         self.nbytes = max(self.nbytes, self._rows.nbytes)
         for columns in self._padding:
             self._rows[:, columns] = 0
-        for slot in self._slots:
+        for slot in self.slots:
             columns = self.where[slot.entry.name] if not isinstance(slot, DeferredSlot) else slice(0, 0)
             slot.begin(self._rows[:, columns])
 
     def begin_view(self) -> None:
         """Start another view of the same examples: its gradients are added to those that are there."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.used = False
 
     @torch.no_grad()
     def clip_and_add(self) -> None:
         """End a micro-batch: clip each example as the batch's bound says, and add it to the logical batch's sum."""
-        rows, total, bound = self._rows, self._sum(), self._bound
-        for slot in self._slots:
+        rows, total, bound = self._rows, self.reserve(), self._bound
+        for slot in self.slots:
             if not slot.filled and not isinstance(slot, DeferredSlot):
                 rows[:, self.where[slot.entry.name]] = 0  # not used in this micro-batch: no gradient, not a stale one
         measured = [self._measure(group) for group in self._groups]
@@ -120,23 +120,24 @@ class Gradients:
             assert bound.clip is not None
             halves = (self.norms[finite] <= bound.clip).double() - 0.5
             total[-1] += bound.count_weight * halves.sum()
-        self._examples += len(rows)
+        self.examples += len(rows)
         self._bad += int((~squares.isfinite()).sum())
         self._rows = rows[:0].clone()  # a new buffer fills up as the next backward pass frees activations: a lower peak
-        for slot in self._slots:
+        for slot in self.slots:
             slot.end()
 
     def add_plain(self, gradients: Mapping[str, Tensor], m: int) -> None:
         """Without clipping: add gradients that are sums over the m examples of a micro-batch already."""
         assert self._bound.norms is None
-        total = self._sum()
-        for slot in self._slots:
+        total = self.reserve()
+        for slot in self.slots:
             if (gradient := gradients.get(slot.entry.name)) is not None:
                 total[self.where[slot.entry.name]].add_(gradient.flatten(), alpha=slot.entry.scale)
                 slot.used = slot.filled = True
-        self._examples += m
+        self.examples += m
 
-    def _sum(self) -> Tensor:
+    def reserve(self) -> Tensor:
+        """The sum so far; zeros at the beginning of a logical batch."""
         if self._total is None:
             self._total = torch.zeros(self._size, dtype=self._dtype, device=self._device)
         return self._total
@@ -161,7 +162,7 @@ class Gradients:
         bad: Tensor,
     ) -> None:
         """Add the clipped sums of a group's deferred slots. Corrects `squares` where terms cancel."""
-        total, gamma = self._sum(), self._bound.gamma
+        total, gamma = self.reserve(), self._bound.gamma
         factors = clip_factors(squares, clip, self._dtype, gamma=gamma)
         left_out = bad.clone()
         if clip is not None:
@@ -182,9 +183,9 @@ class Gradients:
 
     def take(self) -> ClippedSum:
         """The logical batch's sum; zeros if it had no example."""
-        total = self._sum()
+        total = self.reserve()
         self._total = None
-        return ClippedSum(total, self._bound.sensitivity, self._examples, self._bad)
+        return ClippedSum(total, self._bound.sensitivity, self.examples, self._bad)
 
     def rows(self) -> Tensor:
         """The micro-batch's per-example gradients (m, D), before clipping; private."""
@@ -200,18 +201,3 @@ def squared_norms(rows: Tensor) -> Tensor:
     if bool(strange.any()):  # NaN, Inf, or squares beyond float32
         squares[strange] = rows[strange].double().square().sum(1)
     return squares
-
-
-def clip_factors(
-    squares: Tensor, clip: float | None, dtype: torch.dtype = torch.float64, *, gamma: float | None = None
-) -> Tensor:
-    """min(1, clip / norm), or clip / (norm + gamma), less what rounding can add; 0 where the norm is not finite or too
-    large for a factor."""
-    norms, info = squares.sqrt(), torch.finfo(dtype)
-    if clip is None:
-        factors = torch.ones_like(norms)
-    elif gamma is not None:
-        factors = clip * (1 - 16 * info.eps) / (norms + gamma)
-    else:
-        factors = (clip * (1 - 16 * info.eps) / norms).clamp_max(1.0)
-    return torch.where(squares.isfinite() & (factors >= info.tiny), factors, torch.zeros_like(factors)).to(dtype)

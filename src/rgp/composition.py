@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from numbers import Integral
 from typing import Any
+
+from rgp.validate import check_count
 
 ACCOUNTANTS = ("pld", "rdp")
 
@@ -298,18 +299,3 @@ def _without_absl_warnings() -> Iterator[None]:
 def check_accountant(accountant: str) -> None:
     if accountant not in ACCOUNTANTS:
         raise ValueError(f'accountant={accountant!r} must be "pld" (tight, the default) or "rdp" (as in the paper).')
-
-
-def check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value} must be a finite number above 0.")
-
-
-def check_probability(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f"{name}={value} must be above 0 and below 1; well below 1/N for N examples.")
-
-
-def check_count(name: str, value: Any, *, least: int) -> None:
-    if not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number, {least} or more.")

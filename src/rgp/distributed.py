@@ -45,7 +45,7 @@ HERE, STOPS, LEAVES = 0, 1, 2  # what a rank says when it meets the others
 
 
 @dataclass
-class Standing:
+class RankReport:
     """Where a rank is at the end of its share. All fields are integers, so that they travel as one small tensor."""
 
     condition: int = HERE
@@ -60,7 +60,7 @@ class Standing:
 
 
 SAME = ("step numbers", "draws", "releases on record", "weights", "carriers")  # of all ranks: columns 1 to 5
-COUNTS = len(fields(Standing)) - 1  # columns before `used`
+COUNTS = len(fields(RankReport)) - 1  # columns before `used`
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class Ranks:
         """This rank's part of a draw."""
         return indices[self.rank :: self.size]
 
-    def meet(self, standing: Standing) -> Standing:
+    def meet(self, report: RankReport) -> RankReport:
         """Wait for all ranks. Sums of counts, the union of `used`, and STOPS if any rank wants to stop."""
-        return standing
+        return report
 
     def sum(self, tensor: Tensor) -> None:
         """Add up in place, on the first rank. What the others hold afterwards is undefined."""
@@ -117,7 +117,7 @@ class Ranks:
         if problem is not None:
             raise kind(problem)
 
-    def leave(self, standing: Standing, error: BaseException) -> None:
+    def leave(self, report: RankReport, error: BaseException) -> None:
         """This rank will not go on: tell those who wait for it."""
 
     def fingerprint(self, tensors: Iterable[Tensor]) -> int:
@@ -256,9 +256,9 @@ class Group(Ranks):
             said = self._message(None if problem is None else problem.encode(), worst).decode()
         raise kind(said if kind is not RankError else f"rank {worst}: {said}")
 
-    def meet(self, standing: Standing) -> Standing:
-        with self._together(f"waiting for all shares of step {standing.step}"):
-            rows = self._gather(_row(standing))
+    def meet(self, report: RankReport) -> RankReport:
+        with self._together(f"waiting for all shares of step {report.step}"):
+            rows = self._gather(_row(report))
             conditions = rows[:, 0].tolist()
             if LEAVES in conditions:
                 who = conditions.index(LEAVES)
@@ -279,19 +279,19 @@ class Group(Ranks):
                 )
                 raise RankError(self._lost)
         return replace(
-            standing,
+            report,
             condition=STOPS if STOPS in conditions else HERE,
             bad_examples=int(rows[:, COUNTS - 2].sum()),
             flag=int(rows[:, COUNTS - 1].amin()),
-            used=tuple(rows[:, COUNTS:].amax(0).tolist()) if standing.used else (),
+            used=tuple(rows[:, COUNTS:].amax(0).tolist()) if report.used else (),
         )
 
-    def leave(self, standing: Standing, error: BaseException) -> None:
+    def leave(self, report: RankReport, error: BaseException) -> None:
         if self._lost is not None:
             return
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         try:
-            conditions = self._gather(_row(replace(standing, condition=LEAVES)))[:, 0].tolist()
+            conditions = self._gather(_row(replace(report, condition=LEAVES)))[:, 0].tolist()
             self._message(why[:2000].encode(), conditions.index(LEAVES))
         except RuntimeError:  # they are gone already
             pass
@@ -305,8 +305,8 @@ class Group(Ranks):
         return found
 
 
-def _row(standing: Standing) -> list[int]:
-    return [*(getattr(standing, f.name) for f in fields(standing) if f.name != "used"), *standing.used]
+def _row(report: RankReport) -> list[int]:
+    return [*(getattr(report, f.name) for f in fields(report) if f.name != "used"), *report.used]
 
 
 def _error(names: list[str], message: str) -> Exception:

@@ -26,6 +26,7 @@ from typing import Any
 
 from rgp.accounting import Event
 from rgp.errors import LedgerError
+from rgp.files import make_folder, sync_folder, write_file
 
 try:
     import fcntl
@@ -46,28 +47,6 @@ def _hash(record: Mapping[str, Any]) -> str:
 
 def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a file's creation or renaming durable; a no-op where folders cannot be opened."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
-
-
-def make_folder(folder: Path) -> None:
-    """With its parents; the last one for the owner alone, because secrets will lie in it."""
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        sync_folder(folder.parent)
 
 
 class Ledger:
@@ -283,12 +262,7 @@ class Ledger:
                     f"{path} exists: another run's releases are recorded there. Choose another folder, or go on with "
                     "that run: rgp.resume(folder, model, optimizer, dataset)."
                 )
-            new = path.with_suffix(f".{os.getpid()}.new")
-            with open(new, "wb") as file:
-                file.write(self.text())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
+            write_file(path, self.text())
         except OSError as error:
             raise LedgerError(
                 f"no ledger can be kept in {folder} ({error}); choose a folder that can be written"

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from rgp.validate import check_count, check_one_of, check_positive
+
 Treatment = Literal["carried", "exact", "frozen"]
 Kind = Literal["matrix", "head", "bias", "head_bias", "norm", "embedding", "token", "other"]
 
@@ -16,16 +18,6 @@ SIDES = ("both", "left", "right", "alternate")
 SOURCES = ("history", "weight", "random", "momentum", "public")
 NORMS = ("intrinsic", "paper")
 TREATMENTS = ("carried", "exact", "frozen")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
-
-
-def _at_least(name: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +32,18 @@ class Method:
     treatments: ClassVar[Mapping[str, Treatment]]
     carries: ClassVar[bool] = False
     private: ClassVar[bool] = True  # whether it is for training with privacy; it may still be run without noise
+    residual: ClassVar[bool] = True  # whether the forward pass uses W, and not L R alone
 
     head_scale: float = 1.0
     overrides: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 0 < self.head_scale < float("inf"):
-            raise ValueError(f"head_scale must be positive and finite; got {self.head_scale!r}")
+        check_positive("head_scale", self.head_scale)
         for pattern, value in self.overrides.items():
             if isinstance(value, int) and not isinstance(value, bool):
-                _at_least(f"overrides[{pattern!r}]", value, 1)
+                check_count(f"overrides[{pattern!r}]", value, least=1)
             else:
-                _one_of(f"overrides[{pattern!r}]", value, TREATMENTS)
+                check_one_of(f"overrides[{pattern!r}]", value, TREATMENTS)
 
     @property
     def name(self) -> str:
@@ -96,17 +88,17 @@ class RGP(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _one_of("sides", self.sides, SIDES)
-        _one_of("source", self.source, SOURCES)
-        _one_of("norm", self.norm, NORMS)
-        _at_least("power_iterations", self.power_iterations, 1)
+        check_one_of("sides", self.sides, SIDES)
+        check_one_of("source", self.source, SOURCES)
+        check_one_of("norm", self.norm, NORMS)
+        check_count("power_iterations", self.power_iterations, least=1)
         if self.warmup_steps is not None:
-            _at_least("warmup_steps", self.warmup_steps, 0)
+            check_count("warmup_steps", self.warmup_steps, least=0)
         if isinstance(self.rank, Mapping):
             for pattern, rank in self.rank.items():
-                _at_least(f"rank[{pattern!r}]", rank, 1)
+                check_count(f"rank[{pattern!r}]", rank, least=1)
         elif self.rank != "auto":
-            _at_least("rank", self.rank, 1)
+            check_count("rank", self.rank, least=1)
 
     def sides_at(self, step: int) -> str:
         """The side or sides released at this step (0 is the first)."""
@@ -175,7 +167,7 @@ class DPPowerSGD(DPSGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("rank", self.rank, 1)
+        check_count("rank", self.rank, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,3 +184,4 @@ class ResidualOff(RGP):
     runs with noise_multiplier=0 only."""
 
     private: ClassVar[bool] = False
+    residual: ClassVar[bool] = False

@@ -21,8 +21,13 @@ CHUNK = 1 << 20  # entries per counter block; fixed, so that threads do not chan
 
 
 class NoiseSource(Protocol):
-    """Adds noise in place. `replayable`: the same (step, attempt) gives the same numbers again."""
+    """Adds noise in place.
 
+    name: under which checkpoints know it.
+    replayable: the same (step, attempt) gives the same numbers again.
+    """
+
+    name: str
     replayable: bool
 
     def add(self, total: Tensor, *, std: float, step: int, attempt: int) -> None: ...
@@ -31,6 +36,7 @@ class NoiseSource(Protocol):
 class PhiloxNoise:
     """The default: numpy's Philox, 128-bit key, counter addressed by step, attempt and chunk."""
 
+    name = "philox"
     replayable = True
 
     def __init__(self, streams: Streams) -> None:
@@ -42,6 +48,17 @@ class PhiloxNoise:
             part.add_(torch.from_numpy(_normals(rng, part)).to(part.device), alpha=std)
 
         for_chunks(fill, total)
+
+
+def noise_source(name: str, streams: Streams) -> NoiseSource:
+    """The source of this name; ValueError for one that this version does not know."""
+    if name == PhiloxNoise.name:
+        return PhiloxNoise(streams)
+    if name == "secure":
+        from rgp.secure import SecureNoise
+
+        return SecureNoise()
+    raise ValueError(f"noise source {name!r} is not one of 'philox', 'secure': another version of rgp wrote this")
 
 
 def _normals(rng: np.random.Generator, like: Tensor) -> np.ndarray:

@@ -1,20 +1,24 @@
-"""`privatize`: check everything a user gave, settle the privacy-relevant numbers once, and make the run."""
+"""`privatize`: check what a user gave, make the promise (mechanism.py) and the loading (loading.py), put the run together."""
 
 from __future__ import annotations
 
-import math
 import os
-import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rgp import accounting
+from rgp import rules
 from rgp.accounting import Budget
-from rgp.clips import LARGEST, SMALLEST, ClipRule, GroupClip, first_norm, group_of
+from rgp.carriers import CarrierSearch
+from rgp.checks.guards import check_optimizer
+from rgp.checks.mixing import apart, apart_rows
+from rgp.checks.vetting import Vetting
+from rgp.clips import ClipRule
 from rgp.distributed import (
+    Ranks,
     check_same,
     describe_optimizer,
     find_ranks,
@@ -23,18 +27,24 @@ from rgp.distributed import (
     share_streams,
     share_weights,
 )
-from rgp.engine import Run
+from rgp.ema import WeightMean
 from rgp.errors import UnsupportedError
-from rgp.guards import check_optimizer
 from rgp.ledger import Ledger
-from rgp.methods import RGP, Method
-from rgp.noise import NoiseSource, PhiloxNoise
+from rgp.loading import DEFAULT_MICROBATCH, Loading
+from rgp.mechanism import FloatSchedule, Mechanism, plan_mechanism
+from rgp.methods import RGP, DPPowerSGD, Method
+from rgp.noise import NoiseSource, noise_source
+from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan, make_plan
+from rgp.powersgd import PowerIteration
+from rgp.release import Releases
+from rgp.run import Run
 from rgp.sampling import check_dataset, check_lengths
-from rgp.settings import FloatSchedule, Settings, per_step
+from rgp.slots import Slot, make_slot
+from rgp.step import Step
 from rgp.streams import Streams
-
-REDUCTIONS = ("mean", "sum", "none")
+from rgp.trained import TrainedModel
+from rgp.update import Update
 
 
 def privatize(
@@ -114,12 +124,129 @@ def privatize(
         initialised. Every process makes this same call; the first one's weights are sent to the others. docs/distributed.md
     """
     method = RGP() if method is None else method
+    check_arguments(model, optimizer, method, scheduler, budget, public_loss)
+    if not method.private and (budget is not None or noise_multiplier != 0 or clip is not None):
+        kind = type(method).__name__
+        raise ValueError(f"rgp.{kind} protects nothing: give it noise_multiplier=0 and clip=None, and no budget")
+    size = check_dataset(dataset)
+    check_lengths(lengths, size)
+    loading = Loading(
+        microbatch_size=microbatch_size,
+        views=views,
+        loss_reduction=loss_reduction,
+        collate_fn=collate_fn,
+        augment=augment,
+        workers=workers,
+        pin_memory=pin_memory,
+        lengths=lengths,
+    )
+    check_model(model)
+    ranks = find_ranks(process_group)
+    share_weights(ranks, model)
+    plan = make_plan(model, method)
+    check_trainable(model, plan, optimizer)
+    mechanism = plan_mechanism(
+        size=size,
+        method=method.name,
+        batch_size=batch_size,
+        budget=budget,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        epochs=epochs,
+        steps=steps,
+        clip=clip,
+        max_batch=max_batch,
+    )
+    mechanism.clip.groups([e.name for e in plan.trained])
+    same = {**mechanism.to_json(), **loading.to_json(), "method": method, "secure_noise": secure_noise, "ema": ema}
+    check_same(ranks, {**same, **describe_optimizer(optimizer)})
+    streams = share_streams(ranks, Streams.from_system() if seed is None else Streams.from_seed(seed))
+    header = {**mechanism.header(), "seed_known": streams.known, "secure_noise": secure_noise}
+    return assemble(
+        model,
+        optimizer,
+        dataset,
+        plan=plan,
+        mechanism=mechanism,
+        loading=loading,
+        streams=streams,
+        source=noise_source("secure" if secure_noise else "philox", streams),
+        ledger=share_ledger(ranks, lambda: Ledger(header, folder)),
+        scheduler=scheduler,
+        public_loss=public_loss,
+        ema=ema,
+        probe=probe,
+        ranks=ranks,
+    )
+
+
+def assemble(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    plan: Plan,
+    mechanism: Mechanism,
+    loading: Loading,
+    streams: Streams,
+    source: NoiseSource,
+    ledger: Ledger,
+    scheduler: Any = None,
+    public_loss: Callable[[], Tensor] | None = None,
+    ema: float | None = None,
+    probe: bool = True,
+    ranks: Ranks | None = None,
+    slot: Callable[..., Slot] = make_slot,
+) -> Run:
+    """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided any more."""
+    rules.load()
+    ranks = Ranks() if ranks is None else ranks
+    if loading.microbatch_size is None:
+        most = max(map(mechanism.batch_size, range(mechanism.steps)))
+        loading = replace(loading, microbatch_size=min(most, DEFAULT_MICROBATCH))
+    if probe:
+        loading = replace(loading, collate_fn=apart(loading.collate_fn), augment=apart_rows(loading.augment))
+    trained = TrainedModel(model, plan, views=loading.views, slot=slot)
+    trained.sharding.check(
+        public_loss=public_loss is not None,
+        ema=ema is not None,
+        rgp_ResidualOff=not plan.method.residual,
+        rgp_AdamCorrected=isinstance(optimizer, AdamCorrected),
+    )
+    method = plan.method
+    power = None
+    if isinstance(method, DPPowerSGD):
+        power = PowerIteration(method.rank, error_feedback=method.error_feedback)
+    mean = None if ema is None else WeightMean(trained.trained, ema)
+    step = Step(
+        trained,
+        mechanism,
+        CarrierSearch(trained, optimizer, streams, steps=mechanism.steps, public_loss=public_loss),
+        Releases(mechanism, source, ledger, ranks),
+        Update(trained, optimizer, scheduler, streams, ema=mean, power=power),
+        views=loading.views,
+        loss_reduction=loading.loss_reduction,
+    )
+    if not step.plain:
+        together = step.on_all_ranks if trained.sharding.active else None
+        step.vetting = Vetting(model, step.capture, streams, wanted=probe, all_ranks=together)
+    return Run(step, dataset, loading, streams)
+
+
+def check_arguments(
+    model: Any, optimizer: Any, method: Any, scheduler: Any, budget: Any, public_loss: Callable[[], Tensor] | None
+) -> None:
+    """What a user gave is of the right kind, and goes together."""
     if not isinstance(method, Method):
         raise TypeError(f"method must be one of rgp's methods, such as rgp.RGP(rank=8); got {method!r}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {model!r}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be an instance of a torch.optim class; got {optimizer!r}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS calls the loss again by itself, which private training cannot allow; use another optimizer"
+        )
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise TypeError(f"scheduler must have a step() method; got {scheduler!r}")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -132,187 +259,16 @@ def privatize(
         raise TypeError(f"budget must be an rgp.Budget, such as rgp.Budget(epsilon=8.0, delta=1e-5); got {budget!r}")
     if (getattr(method, "source", None) == "public") != (public_loss is not None):
         raise ValueError("source='public' and public_loss= go together: give both, or neither")
-    if not method.private and (budget is not None or noise_multiplier != 0 or clip is not None):
-        kind = type(method).__name__
-        raise ValueError(f"rgp.{kind} protects nothing: give it noise_multiplier=0 and clip=None, and no budget")
-    size = check_dataset(dataset)
-    check_lengths(lengths, size)
-    check_model(model)
-    ranks = find_ranks(process_group)
-    share_weights(ranks, model)
-    plan = make_plan(model, method)
+
+
+def check_trainable(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """The plan can be followed on this model, with this optimizer."""
     check_plan(model, plan)
     check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS calls the loss again by itself, which private training cannot allow; use another optimizer"
-        )
-    settings = settle(
-        size=size,
-        method=method,
-        batch_size=batch_size,
-        budget=budget,
-        noise_multiplier=noise_multiplier,
-        delta=delta,
-        epochs=epochs,
-        steps=steps,
-        clip=clip,
-        views=views,
-        microbatch_size=microbatch_size,
-        max_batch=max_batch,
-        loss_reduction=loss_reduction,
-    )
-    if views > 1 and augment is None:
-        raise ValueError(f"views={views} without augment= would train on {views} copies of each example; give augment")
-    if isinstance(clip, GroupClip):
-        group_of(clip, [e.name for e in plan.trained])
-    check_same(
-        ranks,
-        {**vars(settings), "method": method, "secure_noise": secure_noise, "ema": ema, **describe_optimizer(optimizer)},
-    )
-    streams = share_streams(ranks, Streams.from_system() if seed is None else Streams.from_seed(seed))
-    header = {**settings.header(), "seed_known": streams.known, "secure_noise": secure_noise}
-    return Run(
-        model,
-        optimizer,
-        dataset,
-        plan=plan,
-        settings=settings,
-        streams=streams,
-        noise=noise_source(streams, secure=secure_noise),
-        ledger=share_ledger(ranks, lambda: Ledger(header, folder)),
-        scheduler=scheduler,
-        collate_fn=collate_fn,
-        workers=workers,
-        pin_memory=pin_memory,
-        lengths=lengths,
-        public_loss=public_loss,
-        augment=augment,
-        ema=ema,
-        probe=probe,
-        ranks=ranks,
-    )
 
 
-def noise_source(streams: Streams, *, secure: bool) -> NoiseSource:
-    if secure:
-        from rgp.secure import SecureNoise
-
-        return SecureNoise()
-    return PhiloxNoise(streams)
-
-
-def settle(
-    *,
-    size: int,
-    method: Method,
-    batch_size: Any,
-    budget: Budget | None,
-    noise_multiplier: Any,
-    delta: float | None,
-    epochs: float | None,
-    steps: int | None,
-    clip: Any,
-    views: int,
-    microbatch_size: int | None,
-    max_batch: int | None,
-    loss_reduction: str,
-) -> Settings:
-    """The privacy-relevant numbers of a run, checked; calibrates the noise where a budget is given."""
-    if loss_reduction not in REDUCTIONS:
-        raise ValueError(f"loss_reduction must be one of {', '.join(map(repr, REDUCTIONS))}; got {loss_reduction!r}")
-    if (epochs is None) == (steps is None):
-        raise ValueError(f"give either epochs or steps; got epochs={epochs!r}, steps={steps!r}")
-    if (budget is None) == (noise_multiplier is None):
-        raise ValueError("give either budget=rgp.Budget(epsilon, delta) or noise_multiplier=, and not both")
-    if budget is not None and delta is not None:
-        raise ValueError("delta goes with noise_multiplier; with a budget it is part of it: rgp.Budget(epsilon, delta)")
-    if steps is None:
-        if callable(batch_size):
-            raise ValueError("a batch_size schedule needs steps=, because epochs have no fixed length with it")
-        _positive("batch_size", batch_size)
-        if not isinstance(epochs, (int, float)) or not 0 < epochs < math.inf:
-            raise ValueError(f"epochs must be positive and finite; got {epochs!r}")
-        steps = accounting.planned_steps(epochs, size, batch_size)
-    _positive("steps", steps)
-    if max_batch is not None:
-        _positive("max_batch", max_batch)
-
-    def fits(b: Any) -> bool:
-        return isinstance(b, int) and 0 < b <= size
-
-    batch_sizes = per_step("batch_size", batch_size, steps, fits, f"an integer from 1 to the dataset's size {size}")
-    if microbatch_size is None:
-        microbatch_size = min(max(batch_sizes), 32)
-    _positive("microbatch_size", microbatch_size)
-    _positive("views", views)
-    clips = None
-    rule = clip if isinstance(clip, ClipRule) else None
-    if rule is not None:
-        clips = (first_norm(rule),) * steps
-    elif clip is not None:
-        inside = f"from {SMALLEST:g} to {LARGEST:g}, a rule such as rgp.AutoClip(), or None without noise"
-        clips = per_step("clip", clip, steps, lambda c: SMALLEST <= c <= LARGEST, inside)
-
-    accountant = "pld" if budget is None else budget.accountant
-    chosen = budget.delta if budget is not None else delta
-    chosen = accounting.default_delta(size) if chosen is None else chosen
-    accounting.check_delta(chosen, size)
-    if budget is not None:
-        if clips is None:
-            raise ValueError("clip=None bounds nothing, so no noise can protect anyone; give clip= a number")
-        sigma = _calibrated(budget, chosen, batch_sizes, size, max_batch)
-        sigmas = (sigma,) * steps
-    else:
-        sigmas = per_step(
-            "noise_multiplier", noise_multiplier, steps, lambda s: 0 <= s < math.inf, "at least 0 and finite"
-        )
-        if clips is None and any(s > 0 for s in sigmas):
-            raise ValueError("clip=None is allowed with noise_multiplier=0 only: noise is a multiple of the clip norm")
-        if not all(s > 0 for s in sigmas):
-            warnings.warn("noise_multiplier is 0: NOTHING IS PRIVATE in this run, and its epsilon is infinite.")
-    settings = Settings(
-        dataset_size=size,
-        steps=steps,
-        batch_sizes=batch_sizes,
-        sigmas=sigmas,
-        clips=clips,
-        delta=chosen,
-        budget=budget,
-        accountant=accountant,
-        microbatch_size=microbatch_size,
-        loss_reduction=loss_reduction,
-        max_batch=max_batch,
-        method=method.name,
-        clip_rule=rule,
-        views=views,
-    )
-    for step in range(steps) if settings.adapts else ():
-        settings.bound(step)  # an adaptive rule's noise on the count must fit in every step
-    return settings
-
-
-def _calibrated(budget: Budget, delta: float, batch_sizes: tuple[int, ...], size: int, max_batch: int | None) -> float:
-    from collections import Counter
-
-    counts = Counter(batch_sizes)
-    cap_size = None if max_batch is None else size
-
-    def events(sigma: float) -> list[accounting.Event]:
-        return [
-            accounting.Event(b / size, sigma, n, max_batch=max_batch, dataset_size=cap_size) for b, n in counts.items()
-        ]
-
-    return accounting.calibrate_scale(events, epsilon=budget.epsilon, delta=delta, accountant=budget.accountant)
-
-
-def _positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse models that mix the examples of a batch, or that are not ready."""
+def check_model(model: nn.Module, *, meta: bool = False) -> None:
+    """Refuse models that mix the examples of a batch, or that are not ready. meta: weights need not be loaded."""
     refuse_wrappers(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
@@ -330,7 +286,7 @@ def check_model(model: nn.Module) -> None:
                 f"module {name or '(the model)'!r} is compiled, which hides its operations from the engine. Give privatize the "
                 "model as it was before torch.compile."
             )
-    if any(p.is_meta for p in model.parameters()):
+    if not meta and any(p.is_meta for p in model.parameters()):
         raise ValueError("the model has parameters on the meta device; load its weights first")
 
 

@@ -7,15 +7,51 @@ Formal guarantees (tests/test_sampling.py):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
+from rgp.composition import Event
 from rgp.streams import Streams
-from rgp.torchstate import seed_others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poisson:
+    """Each unit is drawn at each step independently, with probability batch_size / size.
+
+    batch_sizes: of each step, the expected size of a logical batch, which is also the divisor of the noisy sum.
+    max_batch: a larger draw is cut down to this many units, chosen at random.
+    """
+
+    name: ClassVar[str] = "poisson"
+    size: int
+    batch_sizes: tuple[int, ...]
+    max_batch: int | None = None
+
+    def batch_size(self, step: int) -> int:
+        return self.batch_sizes[step]
+
+    def rate(self, step: int) -> float:
+        """q of this step: drawn with, charged and accounted."""
+        return self.batch_sizes[step] / self.size
+
+    @property
+    def largest_rate(self) -> float:
+        return max(self.batch_sizes) / self.size
+
+    def draw(self, streams: Streams, step: int, attempt: int) -> np.ndarray:
+        return draw(streams, step, self.size, self.rate(step), attempt=attempt, max_batch=self.max_batch)
+
+    def event(self, rate: float, sigma: float, count: int = 1) -> Event:
+        """What the accountant is told of `count` draws."""
+        size = None if self.max_batch is None else self.size
+        return Event(rate, sigma, count, max_batch=self.max_batch, dataset_size=size)
+
+    def charge(self, step: int) -> dict[str, Any]:
+        """What the ledger says of a draw."""
+        return {"q": self.rate(step), "batch_size": self.batch_size(step), "max_batch": self.max_batch}
 
 
 def draw(
@@ -31,20 +67,6 @@ def draw(
             streams.generator("sampling", step, attempt, part=1).choice(indices, max_batch, replace=False)
         )
     return indices
-
-
-def cut(indices: np.ndarray, microbatch_size: int, lengths: np.ndarray | None = None) -> list[list[int]]:
-    """Micro-batches of at most `microbatch_size`, as equal as they can be.
-
-    With `lengths` (N,), examples of similar length share one, the longest first. Which examples are in the batch was
-    settled by `draw`, and every example is clipped on its own: this saves padding and changes nothing else.
-    """
-    if len(indices) == 0:
-        return []
-    if lengths is not None:
-        indices = indices[np.argsort(-lengths[indices], kind="stable")]
-    parts = -(-len(indices) // microbatch_size)
-    return [part.tolist() for part in np.array_split(indices, parts)]
 
 
 def check_dataset(dataset: Any) -> int:
@@ -83,48 +105,3 @@ def check_lengths(lengths: Any, size: int) -> np.ndarray | None:
             f"{found.dtype}"
         )
     return found.astype(np.float64)
-
-
-class Part(list[int]):
-    """The indices of one micro-batch, with the seed of what loading it draws at random."""
-
-    seed = 0
-
-
-class Schedule(BatchSampler):
-    """Micro-batch index lists of all steps from `start` on, in the order in which the run consumes them."""
-
-    def __init__(self, batches: Any, start: int, stop: int, *, seed: Callable[[int, int], int]) -> None:
-        self._batches, self._start, self._stop, self._seed = batches, start, stop, seed
-
-    def __iter__(self) -> Iterator[Part]:
-        for step in range(self._start, self._stop):
-            for i, indices in enumerate(self._batches(step)):
-                part = Part(indices)
-                part.seed = self._seed(step, i)
-                yield part
-
-    def __len__(self) -> int:
-        return sum(len(self._batches(step)) for step in range(self._start, self._stop))
-
-
-class Seeded(Dataset):
-    """The user's dataset, with the generators that augmentation may use seeded for every micro-batch.
-
-    What is loaded is then a function of the secret and the step, in whichever process: a crashed step can be repeated.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, part: Part) -> list[Any]:
-        torch.default_generator.manual_seed(part.seed)
-        seed_others(part.seed)
-        many = getattr(self._dataset, "__getitems__", None)
-        return many(list(part)) if callable(many) else [self._dataset[i] for i in part]
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
-
-    def __len__(self) -> int:
-        return len(self._dataset)

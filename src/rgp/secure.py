@@ -39,6 +39,7 @@ _BLOCK = 1 << 15  # entries summed at a time, small enough to stay in cache
 class SecureNoise:
     """A `NoiseSource` (noise.py) that is never repeated."""
 
+    name = "secure"
     replayable = False
 
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rgp.distributed import Ranks
 from rgp.errors import UnsupportedError
 from rgp.torchstate import is_sharded
 
@@ -123,14 +124,14 @@ def shard_state(state: dict[str, Any], parameters: list[Tensor]) -> dict[str, An
     return state
 
 
-def gather(tensors: Mapping[str, Any], run: Any) -> dict[str, Any]:
-    """Sharded tensors in full, on the first rank alone; collective, one after the other."""
-    if not run._sharding.active:
+def gather(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Sharded tensors in full, on the first rank alone; collective, one after the other. Plain ones stay as they are."""
+    if not any(is_sharded(tensor) for tensor in tensors.values()):
         return dict(tensors)
     found = {}
     for name, tensor in tensors.items():
         full = whole(tensor).cpu() if is_sharded(tensor) else tensor
-        if run.ranks.first:
+        if ranks.first:
             found[name] = full
     return found
 

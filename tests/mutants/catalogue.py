@@ -42,14 +42,14 @@ NOISE = group(
     mutant(
         "no noise",
         "adds none, and charges for it all the same",
-        ("engine.py", "if (std := self._std(clipped)) > 0:\n", "if (std := self._std(clipped)) > 1e9:\n"),
+        ("release.py", "clipped.sensitivity)) > 0:\n", "clipped.sensitivity)) > 1e9:\n"),
         by=(SCALE,),
         fast=True,
     ),
     mutant(
         "less noise",
         "two thirds of sigma C",
-        ("engine.py", "return sigma * clipped.sensitivity if", "return 2 / 3 * sigma * clipped.sensitivity if"),
+        ("mechanism.py", "return sigma * sensitivity if", "return 2 / 3 * sigma * sensitivity if"),
         by=(SCALE,),
         fast=True,
     ),
@@ -76,15 +76,20 @@ NOISE = group(
         "same noise for L and R",
         "the right half of each carried parameter's release has the noise of the left half",
         (
-            "engine.py",
-            "std=std, step=self.step_index, attempt=self._attempt)\n",
-            "std=std, step=self.step_index, attempt=self._attempt)\n"
-            "            for name, slot in self._slots.items():\n"
-            "                if isinstance(slot, CarriedSlot):\n"
-            "                    both = clipped.total[self._gradients.where[name]]\n"
-            "                    cut_at = slot.entry.rank * slot.entry.p\n"
-            "                    count = min(cut_at, len(both) - cut_at)\n"
-            "                    both[cut_at : cut_at + count] = both[:count]\n",
+            "step.py",
+            "        divisor = self.mechanism.batch_size(self.index)\n",
+            "        divisor = self.mechanism.batch_size(self.index)\n"
+            "        for name, slot in self.trained.carried.items():\n"
+            "            both = noisy[self.gradients.where[name]]\n"
+            "            cut_at = slot.entry.rank * slot.entry.p\n"
+            "            count = min(cut_at, len(both) - cut_at)\n"
+            "            both[cut_at : cut_at + count] = both[:count]\n"
+            "        self.observer.released(self.index, noisy)\n",
+        ),
+        (
+            "step.py",
+            "if not used}\n        self.observer.released(self.index, noisy)\n",
+            "if not used}\n",
         ),
         by=("test_noise.py::test_the_noise_of_L_and_R_is_independent",),
     ),
@@ -92,18 +97,18 @@ NOISE = group(
         "biases without noise",
         "vectors are released as they are",
         (
-            "engine.py",
-            "            self._noise.add(clipped.total, std=std",
-            "            plain = clipped.total.clone()\n            self._noise.add(clipped.total, std=std",
+            "step.py",
+            "        noisy = self.releases.release(",
+            "        plain = clipped.total.clone()\n        noisy = self.releases.release(",
         ),
         (
-            "engine.py",
-            "        return clipped.total\n",
-            "        for name, slot in self._slots.items():\n"
-            "            if std > 0 and len(slot.entry.shape) == 1:\n"
-            "                where = self._gradients.where[name]\n"
-            "                clipped.total[where] = plain[where]\n"
-            "        return clipped.total\n",
+            "step.py",
+            "        self.observer.released(self.index, noisy)\n",
+            "        for name, slot in self.trained.slots.items():\n"
+            "            if len(slot.entry.shape) == 1:\n"
+            "                where = self.gradients.where[name]\n"
+            "                noisy[where] = plain[where]\n"
+            "        self.observer.released(self.index, noisy)\n",
         ),
         by=(SCALE,),
     ),
@@ -111,16 +116,16 @@ NOISE = group(
         "noise for examples only",
         "an empty batch gets none: whoever sees a still weight knows that nobody was drawn",
         (
-            "engine.py",
-            "if (std := self._std(clipped)) > 0:\n",
-            "if (std := self._std(clipped)) > 0 and clipped.examples:\n",
+            "release.py",
+            "clipped.sensitivity)) > 0:\n",
+            "clipped.sensitivity)) > 0 and clipped.examples:\n",
         ),
         by=("test_noise.py::test_empty_batches_have_the_same_noise",),
     ),
     mutant(
         "sigma of another step",
         "noise always has the first step's sigma",
-        ("engine.py", "sigma = self.settings.sigma(self.step_index)\n", "sigma = self.settings.sigma(0)\n"),
+        ("mechanism.py", "sigma = self.sigma(step)\n", "sigma = self.sigma(0)\n"),
         by=("test_noise.py::test_a_clip_schedule_carries_the_noise_with_it",),
     ),
     mutant(
@@ -148,7 +153,7 @@ CLIPPING = group(
     mutant(
         "no clipping",
         "every factor is 1",
-        ("clipping.py", "    if clip is None:\n        factors", "    if True:\n        factors"),
+        ("clips.py", "    if clip is None:\n        factors", "    if True:\n        factors"),
         by=(WHOLE_RUNS,),
         fast=True,
     ),
@@ -156,9 +161,9 @@ CLIPPING = group(
         "C for clipping is not C for noise",
         "clips to this step's C, and adds noise for the first step's",
         (
-            "engine.py",
-            "return sigma * clipped.sensitivity if",
-            "return sigma * self.settings.bound(0, self._adapted).sensitivity if",
+            "release.py",
+            "noise_std(step, clipped.sensitivity)",
+            "noise_std(step, self.mechanism.bound(0).sensitivity)",
         ),
         by=("test_noise.py::test_a_clip_schedule_carries_the_noise_with_it",),
         fast=True,
@@ -210,7 +215,7 @@ CLIPPING = group(
             "clipping.py",
             "            total[group.columns].addmv_(rows[:, group.columns].T, factors)\n",
             "            total[group.columns].addmv_(rows[:, group.columns].T, factors)\n"
-            "            head = self.where[self._slots[-1].entry.name]\n"
+            "            head = self.where[self.slots[-1].entry.name]\n"
             "            if head.stop <= self._columns:\n"
             "                total[head].addmv_(rows[:, head].T, 1 - factors)\n",
         ),
@@ -239,7 +244,7 @@ CLIPPING = group(
         "NaN counted as a factor",
         "its factor is NaN, too: one example erases the sum",
         (
-            "clipping.py",
+            "clips.py",
             "torch.where(squares.isfinite() & (factors >= info.tiny), factors, torch.zeros_like(factors))",
             "factors",
         ),
@@ -269,7 +274,7 @@ CLIPPING = group(
     mutant(
         "views counted one by one",
         "each augmented view of an example has its own full weight",
-        ("guards.py", '(m if reduction == "mean" else 1) / views)', '(m if reduction == "mean" else 1))'),
+        ("checks/guards.py", '(m if reduction == "mean" else 1) / views)', '(m if reduction == "mean" else 1))'),
         by=("test_methods.py::test_the_gradient_of_an_example_is_the_mean_over_its_views_before_clipping",),
     ),
 )
@@ -320,9 +325,9 @@ SAMPLING = group(
         "empty batches skipped",
         "a step that draws nobody is neither released nor charged",
         (
-            "engine.py",
+            "loop.py",
             "                if not parts:\n                    self._end_step()\n",
-            "                if not parts:\n                    self.step_index, self._started = self.step_index + 1, False\n",
+            "                if not parts:\n                    step.index, step.begun = step.index + 1, False\n",
         ),
         by=("test_loop.py::test_empty_draws_are_steps_like_any_other", FUNCTION),
     ),
@@ -330,9 +335,9 @@ SAMPLING = group(
         "divided by the drawn size",
         "the mean over whoever was drawn, which shows how many they were",
         (
-            "engine.py",
-            "        noisy /= self.settings.batch_size(self.step_index)\n",
-            "        noisy /= max(1, self._gradients._examples)\n",
+            "step.py",
+            "divisor = self.mechanism.batch_size(self.index)\n",
+            "divisor = max(1, self.gradients.examples)\n",
         ),
         by=("test_loop.py::test_the_divisor_is_the_public_batch_size_whatever_was_drawn", FUNCTION),
         fast=True,
@@ -341,7 +346,7 @@ SAMPLING = group(
         "padding counted as an example",
         "short micro-batches are filled up with the first example",
         (
-            "sampling.py",
+            "loading.py",
             "    return [part.tolist() for part in np.array_split(indices, parts)]\n",
             "    padded = np.concatenate([indices, np.full(-len(indices) % microbatch_size, indices[0])])\n"
             "    return [part.tolist() for part in np.array_split(padded, parts)]\n",
@@ -367,7 +372,7 @@ SAMPLING = group(
     mutant(
         "a batch left out after a failure",
         "the loop goes on when run.step failed: one example decides over the others",
-        ("engine.py", "                    if self._failed:\n", "                    if False:\n"),
+        ("loop.py", "        if self._failed:\n", "        if False:\n"),
         by=("test_loop.py::test_a_swallowed_failure_does_not_leave_a_batch_out",),
     ),
 )
@@ -378,14 +383,14 @@ PRIVATE = group(
         "carriers from the private gradient",
         "the power method looks at the last step's sum before its noise",
         (
-            "engine.py",
-            "        noisy = self._add_noise(clipped)\n",
-            "        self._leak = clipped.total.double().sum().item()\n        noisy = self._add_noise(clipped)\n",
+            "step.py",
+            "        noisy = self.releases.release(",
+            "        self.search.leak = clipped.total.double().sum().item()\n        noisy = self.releases.release(",
         ),
         (
-            "engine.py",
+            "carriers.py",
             "            weight=weight,\n            initial",
-            "            weight=weight * torch.linspace(1, 1 + getattr(self, '_leak', 0.0), len(weight)).to(weight)"
+            "            weight=weight * torch.linspace(1, 1 + getattr(self, 'leak', 0.0), len(weight)).to(weight)"
             ".view(-1, *[1] * (weight.ndim - 1)),\n            initial",
         ),
         by=(FUNCTION,),
@@ -395,7 +400,7 @@ PRIVATE = group(
         "carriers from the data",
         "the power method looks at an example of the batch to come",
         (
-            "engine.py",
+            "carriers.py",
             "            weight=weight,\n            initial",
             "            weight=weight * torch.linspace(0, float(torch.as_tensor(self.dataset[0][0]).flatten()[0]), "
             "len(weight)).to(weight).view(-1, *[1] * (weight.ndim - 1)),\n            initial",
@@ -406,41 +411,42 @@ PRIVATE = group(
         "C from the private norms",
         "an adaptive C follows the exact norms of the batch",
         (
-            "engine.py",
-            "            count = noisy[-1].item() / bound.count_weight\n",
-            "            count = float((self._gradients.norms <= bound.clip).double().sub(0.5).sum())\n",
+            "step.py",
+            "self.mechanism.clip.after(self.bound, noisy, divisor)",
+            "self.mechanism.clip.after(self.bound, self.gradients.norms.new_tensor("
+            "[(self.gradients.norms <= (self.bound.clip or 0)).double().sub(0.5).sum() * self.bound.count_weight]), divisor)",
         ),
         by=(FUNCTION.replace("[rgp]", "[rgp, adaptive clip]"),),
     ),
     mutant(
         "statistics of the forward pass kept",
         "batch norm's running means, and whatever else a pass writes, are published",
-        ("engine.py", "            self._watch.check()\n", ""),
+        ("step.py", "        self.writes.check()\n", ""),
         by=("test_faults.py::test_fault[own_statistics]",),
     ),
     mutant(
         "a gradient past the capture",
         "a parameter used outside the capture is trained with its plain gradient",
-        ("guards.py", "if parameter.grad is not None:", "if False:"),
+        ("checks/guards.py", "if parameter.grad is not None:", "if False:"),
         by=("test_loop.py::test_a_parameter_that_goes_around_the_capture_is_refused",),
     ),
     mutant(
         "examples that see each other",
         "a model that mixes examples is not refused",
-        ("vetting.py", "self.model_open = wanted  #", "self.model_open = False  #"),
+        ("checks/vetting.py", "self.model_open = wanted  #", "self.model_open = False  #"),
         by=("test_loop.py::test_a_model_that_mixes_examples_is_refused",),
     ),
     mutant(
         "mixup",
         "batches in which examples were mixed are not refused",
-        ("mixing.py", "if (changed := self._changed_rows(given, m)) > 1:", "if (changed := 0):"),
+        ("checks/mixing.py", "if (changed := self._changed_rows(given, m)) > 1:", "if (changed := 0):"),
         by=("test_mixing.py::test_mixtures_are_refused[mixup]",),
     ),
     mutant(
         "losses that couple examples",
         "a gradient that depends on the outputs of others is not refused",
         (
-            "losses.py",
+            "checks/losses.py",
             "if any(bool((r[1:].abs() > limit).any()) for r in rows) or _meets_mixtures(loss, last, m):",
             "if False:",
         ),
@@ -449,37 +455,37 @@ PRIVATE = group(
     mutant(
         "hinges between examples",
         "a ranking loss, whose second derivatives are zero, is not refused",
-        ("losses.py", "if own is not None and rest is not None and", "if False and"),
+        ("checks/losses.py", "if own is not None and rest is not None and", "if False and"),
         by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[ranking-rgp]",),
     ),
     mutant(
         "parameters of the loss",
         "a parameter that is not the model's gets its gradient without clipping and noise",
-        ("vetting.py", "if foreign and any(", "if False and any("),
+        ("checks/vetting.py", "if foreign and any(", "if False and any("),
         by=("test_vetting.py::test_a_parameter_that_is_not_the_models_is_refused",),
     ),
     mutant(
         "statistics kept through .data",
         "what a pass writes past torch's version counters is published",
-        ("torchstate.py", "self._bits = self._sums() if closely else None", "self._bits = None"),
+        ("checks/writes.py", "self._bits = self._sums() if closely else None", "self._bits = None"),
         by=("test_vetting.py::test_a_forward_pass_that_keeps_something_of_the_data_is_refused[follows_data]",),
     ),
     mutant(
         "what trained parameters meet",
         "a batch's mean in front of a layer of zeros is not noticed",
-        ("probe.py", "self.note(name, y, *operands)", "self.note(name, y)"),
+        ("checks/probe.py", "self.note(name, y, *operands)", "self.note(name, y)"),
         by=("test_vetting.py::test_a_model_that_mixes_examples_is_refused[into a head of zeros]",),
     ),
     mutant(
         "means over everybody's tokens",
         "a mean whose divisor depends on all labels is not refused",
-        ("losses.py", "return bool((counts != counts[0]).any())", "return False"),
+        ("checks/losses.py", "return bool((counts != counts[0]).any())", "return False"),
         by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[tokens-rgp]",),
     ),
     mutant(
         "a loop that leaves examples out",
         "the mean over those that are left divides by their number, and is taken for one example's own",
-        ("losses.py", 'return len(found) == 1 and not found & {"rows", "unknown"}', "return True"),
+        ("checks/losses.py", 'return len(found) == 1 and not found & {"rows", "unknown"}', "return True"),
         by=("test_losses.py::test_a_loss_that_couples_examples_is_refused[a loop that leaves some out-rgp]",),
     ),
 )
@@ -509,22 +515,22 @@ ACCOUNTING = group(
     mutant(
         "another sigma on record",
         "every line of the ledger has the first step's sigma",
-        ("settings.py", '            "sigma": self.sigma(step),\n', '            "sigma": self.sigma(0),\n'),
+        ("mechanism.py", '            "sigma": self.sigma(step),\n', '            "sigma": self.sigma(0),\n'),
         by=(LEDGER_SAYS,),
     ),
     mutant(
         "another rate on record",
         "every line of the ledger has the first step's q",
-        ("settings.py", '            "q": self.rate(step),\n', '            "q": self.rate(0),\n'),
+        ("sampling.py", '{"q": self.rate(step), ', '{"q": self.rate(0), '),
         by=(LEDGER_SAYS,),
     ),
     mutant(
         "delta of another run",
         "epsilon is computed for the default delta, whatever was asked for",
         (
-            "engine.py",
-            "delta = self.settings.delta if delta is None else delta",
-            "delta = accounting.default_delta(self.settings.dataset_size) if delta is None else delta",
+            "release.py",
+            "delta = self.mechanism.delta if delta is None else delta",
+            "delta = accounting.default_delta(self.mechanism.dataset_size) if delta is None else delta",
         ),
         by=(LEDGER_SAYS,),
     ),
@@ -541,11 +547,11 @@ ACCOUNTING = group(
     mutant(
         "ledger written after the step",
         "the optimizer moves first; a crash between the two is a release nobody knows of",
-        ("engine.py", "return digest, self._record(digest)", "return digest, True"),
+        ("release.py", "return digest, self._record(step, digest, bound)", "return digest, True"),
         (
-            "engine.py",
-            "            self._drop_gradients()\n        if self._moves",
-            "            self._drop_gradients()\n        self._record(digest)\n        if self._moves",
+            "step.py",
+            "        self.index += 1\n",
+            "        self.releases._record(self.index, None, self.bound)\n        self.index += 1\n",
         ),
         by=("test_ledger.py::test_lines_are_synced_before_the_optimizer_steps",),
         fast=True,
@@ -576,7 +582,7 @@ ACCOUNTING = group(
         "noise of a crashed step on another sum",
         "a step on record is released again though its sum came out differently",
         (
-            "engine.py",
+            "release.py",
             'return digest is not None and known[0]["digest"] == digest',
             "return True",
         ),
@@ -599,9 +605,9 @@ ACCOUNTING = group(
         "releases that were charged twice do not count",
         "the budget is compared with the steps taken, not with the ledger",
         (
-            "engine.py",
-            "self.ledger.count + spare <= self.settings.steps or",
-            "self.step_index + spare <= self.settings.steps or",
+            "release.py",
+            "ledger.count + spare <= mechanism.steps or",
+            "step + spare <= mechanism.steps or",
         ),
         by=("test_checkpoint.py::test_doubled_charges_end_the_run_before_the_budget_is_exceeded",),
     ),
@@ -633,11 +639,11 @@ RANKS = group(
         "noise reused between ranks",
         "every rank adds noise to its share, all of them the same",
         (
-            "engine.py",
+            "release.py",
             "        self.ranks.sum(clipped.total)\n",
-            "        self._add_noise(clipped)\n        self.ranks.sum(clipped.total)\n",
+            "        self._add_noise(step, clipped)\n        self.ranks.sum(clipped.total)\n",
         ),
-        ("engine.py", "        noisy = self._add_noise(clipped)\n", "        noisy = clipped.total\n"),
+        ("release.py", "        noisy = self._add_noise(step, clipped)\n", "        noisy = clipped.total\n"),
         by=("test_distributed.py::test_noise_is_added_once",),
     ),
     mutant(

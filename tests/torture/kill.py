@@ -94,7 +94,7 @@ def child(folder: Path, microbatch: int, out: TextIO) -> None:
     markers = os.open(folder / "applied", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def applied(*_: object) -> None:
-        record = next(r for r in run.ledger.of_step(run.step_index) if r["attempt"] == run._attempt)
+        record = next(r for r in run.ledger.of_step(run.step_index) if r["attempt"] == run.releases.attempt)
         os.write(markers, f"{record['step']} {record['attempt']} {record['digest']}\n".encode())
         os.fsync(markers)
 

@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rgp.analysis import NOT_PRIVATE, spectra
-from rgp.engine import Run
-from rgp.slots import CarriedSlot
+from rgp.run import Run
 from rgp.train import setup
 from rgp.train.config import Config
 from rgp.train.folder import RunFolder
@@ -112,8 +111,9 @@ class Probe:
     def measure(self, run: Run) -> None:
         """Before a step: its carriers are made from released state, no example of it has been drawn."""
         if not run.finished:
-            run._begin_step()
+            run.begin_step()
         self.steps.append(run.step_index)
+        weights = dict(self.parts.model.named_parameters())
         for name, gradient in self.gradients(run).items():
             G = gradient.flatten(1).double()
             if not bool(G.isfinite().all()):  # the training has diverged: nothing to measure
@@ -121,8 +121,7 @@ class Probe:
             entry = run.plan[name]
             row = self.matrices.setdefault(name, self._row(name, G, entry.treatment, entry.rank))
             U, V = spectra.principal(G, self.rank)
-            weight = run._parameters[name].detach()
-            moved = (weight - self.initial[name]).flatten(1)
+            moved = (weights[name].detach() - self.initial[name]).flatten(1)
             found = row["residual"]
             row["stable_rank"].append(spectra.stable_rank(G))
             found["self"].append(spectra.residual(G, U, V))
@@ -155,14 +154,14 @@ class Probe:
         }
 
     def _carriers(self, row: dict[str, Any], run: Run, name: str, G: Tensor, U: Tensor, V: Tensor) -> None:
-        slot = run._slots[name]
-        if run.finished or not isinstance(slot, CarriedSlot):
-            left = right = missed = None
-        else:
-            L, Rt = slot.Lt.T.double(), slot.R.T.double()
+        left = right = missed = None
+        if not run.finished and name in run.carriers:
+            L, Rt = (carrier.double() for carrier in (run.carriers[name][0], run.carriers[name][1].T))
             left, right = spectra.cosines(U, L), spectra.cosines(V, Rt)
             # released dL reaches W as dL R, so the left side projects on the rows of R, and the right side on L
-            missed = spectra.residual(G, L if slot.needs_right else None, Rt if slot.needs_left else None)
+            method: Any = run.plan.method
+            sides = method.sides_at(run.step_index)
+            missed = spectra.residual(G, L if sides != "left" else None, Rt if sides != "right" else None)
         row["residual"]["carriers"].append(missed)
         for side, angles, space in (("left", left, U), ("right", right, V)):
             row["cosines"][side].append(angles)

@@ -19,8 +19,8 @@ from torch import Tensor
 from rgp import accounting
 from rgp.audit.bounds import lower_bounds
 from rgp.audit.canaries import Coins, Watcher, WithCanaries, blank, made_input
-from rgp.engine import Run
 from rgp.noise import NoiseSource
+from rgp.run import Run
 from rgp.train import runner, setup
 from rgp.train.config import Config
 from rgp.train.folder import RunFolder
@@ -81,7 +81,8 @@ class WeakerNoise:
     """A broken noise source, to show that audits find it: adds a fraction of what the ledger says."""
 
     def __init__(self, source: NoiseSource, factor: float) -> None:
-        self._source, self._factor, self.replayable = source, factor, source.replayable
+        self._source, self._factor = source, factor
+        self.name, self.replayable = source.name, source.replayable
 
     def add(self, total: Tensor, *, std: float, step: int, attempt: int) -> None:
         self._source.add(total, std=std * self._factor, step=step, attempt=attempt)
@@ -127,7 +128,7 @@ def audit(config: Config, settings: AuditSettings, out: Path, *, progress: Progr
         norm = settings.canary_norm if settings.kind == "white-box" else None
         watcher = Watcher(run, coins, len(real), norm=norm, rng=rng)
         if settings.weaken_noise != 1:
-            run._noise = WeakerNoise(run._noise, settings.weaken_noise)
+            run.releases.source = WeakerNoise(run.releases.source, settings.weaken_noise)
         before = losses() if inputs else 0.0
         _train(run, parts, progress)
         scores = before - losses() if inputs else watcher.scores
@@ -165,7 +166,7 @@ def _resized(config: Config, parts: Parts, settings: AuditSettings, size: int) -
 def _train(run: Run, parts: Parts, progress: Progress) -> None:
     """The loop of `rgp train`, without evaluations and checkpoints."""
     curve = EpsilonSoFar(run)
-    progress.start("audit", 0, run.settings.steps)
+    progress.start("audit", 0, run.mechanism.steps)
     done = examples = 0
     try:
         for batch in run:
@@ -183,7 +184,7 @@ def _train(run: Run, parts: Parts, progress: Progress) -> None:
 def _result(
     config: Config, settings: AuditSettings, run: Run, coins: Coins, scores: np.ndarray, *, private_rows: int
 ) -> dict[str, Any]:
-    proven, delta = run.epsilon(), run.settings.delta
+    proven, delta = run.epsilon(), run.mechanism.delta
     bounds = lower_bounds(
         scores,
         coins.included,
@@ -211,9 +212,9 @@ def _result(
         "bounds": {name: bound.epsilon for name, bound in bounds.items()},
         "method": config.method.name,
         "noise_multiplier": run.noise_multiplier,
-        "sampling_rate": run.settings.rate(0),
+        "sampling_rate": run.mechanism.rate(0),
         "steps": run.step_index,
-        "rows": run.settings.dataset_size,
+        "rows": run.mechanism.dataset_size,
         "private_rows": private_rows,
         "canary_norm": settings.canary_norm if settings.kind == "white-box" else None,
         "weakened_noise": settings.weaken_noise if settings.weaken_noise != 1 else None,

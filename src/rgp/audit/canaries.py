@@ -22,8 +22,9 @@ from torch import Tensor
 
 from rgp.attacks.shadows import take
 from rgp.clipping import Gradients
-from rgp.engine import Run
-from rgp.slots import DeferredSlot, Slot
+from rgp.observing import Observer
+from rgp.run import Run
+from rgp.slots import DeferredSlot
 
 
 class Coins:
@@ -84,13 +85,13 @@ def _like(old: Any, value: int) -> Any:
     return torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
 
 
-class Watcher:
+class Watcher(Observer):
     """Sits in the engine's two seams: leaves out what the coins left out, and keeps the scores of vector canaries."""
 
     def __init__(self, run: Run, coins: Coins, first: int, *, norm: float | None, rng: np.random.Generator) -> None:
         """first: the index of the first canary among the rows. norm: of the vectors, in multiples of C; None: no vectors."""
         self.run, self.coins, self.first, self.norm = run, coins, first, norm
-        norms = run.settings.bound(0).norms
+        norms = run.mechanism.bound(0).norms
         if norm is not None and norms is not None and len(norms) > 1:
             raise ValueError(
                 "training.clip has groups: a canary of norm C would be clipped in each of them; audit with one C."
@@ -100,14 +101,12 @@ class Watcher:
         self.scores = np.zeros(len(coins))
         self._rng = rng
         self._where: dict[str, slice] | None = None
-        run._inject = self.inject
-        if norm is not None:
-            run._observe = self.observe
+        run.observe(self)
 
     # ------------------------------------------------------------------ before clipping
 
     @torch.no_grad()
-    def inject(self, gradients: Gradients, indices: list[int]) -> None:
+    def before_clipping(self, gradients: Gradients, indices: list[int]) -> None:
         rows = gradients.rows()
         canaries = [(i, index - self.first) for i, index in enumerate(indices) if index >= self.first]
         if not canaries:
@@ -117,8 +116,7 @@ class Watcher:
             mask[[i for i, k in canaries if not self.coins.included[k]]] = True
         else:
             mask[[i for i, _ in canaries]] = True
-        slots: list[Slot] = list(self.run._slots.values())
-        for slot in slots:
+        for slot in gradients.slots:
             if isinstance(slot, DeferredSlot):
                 if bool(mask.any()):
                     slot.drop(mask)
@@ -143,7 +141,7 @@ class Watcher:
             rows[at[:, None], places] = values.to(rows.dtype)
             return
         rows[at[:, None].expand_as(places)[here], places[here]] = values[here].to(rows.dtype)
-        for slot in slots:
+        for slot in gradients.slots:
             if isinstance(slot, DeferredSlot):
                 columns = gradients.where[slot.entry.name]
                 mine = (places >= columns.start) & (places < columns.stop)
@@ -179,9 +177,9 @@ class Watcher:
     # ------------------------------------------------------------------ after the noise
 
     @torch.no_grad()
-    def observe(self, step: int, noisy: Tensor) -> None:
+    def released(self, step: int, noisy: Tensor) -> None:
         if self._where is None:
-            return  # no canary was drawn so far: nothing to see
+            return  # no vector canary was drawn so far: nothing to see
         clip = self.run.clip_norm
         assert clip is not None
         products = (noisy[self._places].double() * self._signs).sum(1) / (clip * self._width**0.5)

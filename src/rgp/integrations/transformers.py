@@ -34,10 +34,10 @@ from transformers.utils import logging
 
 import rgp
 from rgp import accounting
-from rgp.engine import Run
+from rgp.checks.padding import check_padding
 from rgp.errors import UnsupportedError
 from rgp.integrations.arguments import PrivacyArguments, logical_batch, refuse, strategy, taken_over
-from rgp.padding import check_padding
+from rgp.run import Run
 from rgp.sampling import check_dataset
 from rgp.torchstate import evaluating, forked_rng
 from rgp.train.meters import EpsilonSoFar
@@ -123,7 +123,7 @@ class PrivateTrainer(Trainer):
         self.run = run
         self._curve = EpsilonSoFar(run) if self.privacy.private else None
         self._begin_state(run, resume_from_checkpoint, trial)
-        for line in taken_over(args, self.privacy, self._batch_size, run.settings.rate(0)):
+        for line in taken_over(args, self.privacy, self._batch_size, run.mechanism.rate(0)):
             logger.warning(f"private training: {line}")
         for attribute in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, attribute, getattr(self, attribute))
@@ -264,9 +264,9 @@ class PrivateTrainer(Trainer):
             run = rgp.resume(
                 folder, self.model, self.optimizer, dataset, method=method, batch_size=self._batch_size, **loading
             )
-            if run.settings.steps != steps:
+            if run.mechanism.steps != steps:
                 raise ValueError(
-                    f"the run was planned for {run.settings.steps} steps, and cannot become one of {steps}"
+                    f"the run was planned for {run.mechanism.steps} steps, and cannot become one of {steps}"
                 )
             return run
         if (folder / "ledger.jsonl").exists():
@@ -372,9 +372,9 @@ class PrivateTrainer(Trainer):
             self._load_callback_state()
         self.state.is_hyper_param_search = False
         self.state.train_batch_size = self.args.per_device_train_batch_size
-        self.state.compute_steps(self.args, run.settings.steps)
-        epochs = math.ceil(self._epochs(run.settings.steps))
-        self.state.init_training_references(self, run.settings.steps, epochs, trial)
+        self.state.compute_steps(self.args, run.mechanism.steps)
+        epochs = math.ceil(self._epochs(run.mechanism.steps))
+        self.state.init_training_references(self, run.mechanism.steps, epochs, trial)
         self.state.global_step = run.step_index
         self.state.epoch = self._epochs(run.step_index)
         self._rate_used = self._get_learning_rate()
@@ -489,7 +489,7 @@ class PrivateTrainer(Trainer):
             dataset=type(self.train_dataset).__name__,
             model=name,
             secure_noise=self.privacy.secure_noise,
-            seed_known=self.run._streams.known,
+            seed_known=self.run.seed_known,
         )
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:

@@ -8,26 +8,33 @@ phases  carriers -> forward -> backward -> clipping -> release (noise, rebuilt g
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rgp import engine, slots
+from rgp import slots
+from rgp.clipping import Gradients
+from rgp.ledger import Ledger
+from rgp.loading import Loading
+from rgp.mechanism import plan_mechanism
 from rgp.methods import Method
 from rgp.norms import DenseUse
-from rgp.plan import Entry
+from rgp.observing import Observer
+from rgp.plan import Entry, make_plan
 from rgp.planning.models import Subject
 from rgp.planning.tally import Tally, bytes_of
+from rgp.privatize import assemble, check_model, check_trainable
 from rgp.rules import conv, dropout
-
-_privatize = importlib.import_module("rgp.privatize")  # the package has a function of that name
+from rgp.run import Run
+from rgp.sampling import Poisson
+from rgp.streams import Streams
 
 DEVICES = ("gpu", "cpu")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -90,38 +97,31 @@ def private_step(
     """
     batch, tally = subject.batch(m), Tally()
     noted: dict[str, int] = {}
-    make_slot = _make_materialised if materialise else slots.make_slot
-    with warnings.catch_warnings(), _replaced(engine, make_slot=make_slot), _replaced(_privatize, check_model=_check):
-        warnings.simplefilter("ignore")
-        run = _privatize.privatize(
-            model,
-            _optimizer(model, optimizer, device),
-            range(m),
-            method=method,
-            noise_multiplier=1.0,
-            batch_size=m,
-            steps=2,
-            microbatch_size=m,
-            collate_fn=lambda _: batch,
-            scheduler=_AfterFirst(tally),
-            seed=0,
-            probe=False,
-        )
-    run._noise = _NoNoise(tally, noted)
-    # an empty first step gives the optimizer its state
-    run._microbatches = lambda step: [list(range(m))] if step else []  # type: ignore[method-assign]
-
-    def after_backward(*_: Any) -> None:
-        noted["per_example"] = run.per_example_bytes + tally.live - noted["before"]
-        tally.enter("clipping")
-
-    run._inject = after_backward
+    plan, streams = make_plan(model, method), Streams.from_seed(0)
+    mechanism = plan_mechanism(size=m, method=method.name, batch_size=m, noise_multiplier=1.0, steps=2)
+    chosen = _optimizer(model, optimizer, device)
+    check_model(model, meta=True)
+    check_trainable(model, plan, chosen)
+    run = assemble(
+        model,
+        chosen,
+        range(m),
+        plan=plan,
+        mechanism=replace(mechanism, sampling=_EmptyThenAll(size=m, batch_sizes=mechanism.sampling.batch_sizes)),
+        loading=Loading(microbatch_size=m, collate_fn=lambda _: batch),
+        streams=streams,
+        source=_NoNoise(tally, noted),
+        ledger=Ledger(mechanism.header()),
+        scheduler=_AfterFirst(tally),
+        probe=False,
+        slot=_make_materialised if materialise else slots.make_slot,
+    )
+    run.observe(_Phases(run, tally, noted, first=first))
     _watch_optimizer(run.optimizer, tally, noted)
-    with tally, _as_on(device), _marked_layers(model, tally):
-        _count_resident(model, [*run._initial.values(), *batch], tally)
+    with warnings.catch_warnings(), tally, _as_on(device), _marked_layers(model, tally):
+        warnings.simplefilter("ignore")
+        _count_resident(model, [*run.initial.values(), *batch], tally)
         for given in run:
-            if not first:
-                run._gradients._sum()
             noted["before"] = tally.live
             tally.enter("forward")
             loss = subject.loss(model, given)
@@ -129,8 +129,31 @@ def private_step(
             tally.enter("backward")
             run.step(loss)
             del loss
-    run.close()
-    return _cost(model, tally, noted, batch, list(run._initial.values()), run.optimizer)
+        run.close()
+    return _cost(model, tally, noted, batch, list(run.initial.values()), run.optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EmptyThenAll(Poisson):
+    """An empty first step gives the optimizer its state; the second has every example."""
+
+    def draw(self, streams: Streams, step: int, attempt: int) -> np.ndarray:
+        return np.arange(self.size if step else 0)
+
+
+class _Phases(Observer):
+    """Notes where one phase ends and the next begins."""
+
+    def __init__(self, run: Run, tally: Tally, noted: dict[str, int], *, first: bool) -> None:
+        self._run, self._tally, self._noted, self._first = run, tally, noted, first
+
+    def begin_pass(self, gradients: Gradients) -> None:
+        if not self._first:
+            gradients.reserve()
+
+    def before_clipping(self, gradients: Gradients, indices: list[int]) -> None:
+        self._noted["per_example"] = self._run.per_example_bytes + self._tally.live - self._noted["before"]
+        self._tally.enter("clipping")
 
 
 def plain_step(model: nn.Module, subject: Subject, m: int, *, first: bool, optimizer: str, device: str) -> Cost:
@@ -240,6 +263,7 @@ class _AfterFirst:
 class _NoNoise:
     """Noise is drawn a few megabytes at a time: no memory to speak of, and no flops that are counted."""
 
+    name = "none"
     replayable = True
 
     def __init__(self, tally: Tally, noted: dict[str, int]) -> None:
@@ -285,15 +309,6 @@ def _dropout_on(device: str) -> dict[str, Any]:
         return torch.empty(x.shape, dtype=torch.int16, device=x.device) >= threshold
 
     return {"_fast": fast, "_mask": mask}
-
-
-def _check(model: nn.Module, *, check: Callable[[nn.Module], None] = _privatize.check_model) -> None:
-    """The engine's own check of a model, save that it may have no weights."""
-    try:
-        check(model)
-    except ValueError as error:
-        if "meta device" not in str(error):
-            raise
 
 
 @contextmanager

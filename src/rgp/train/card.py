@@ -16,9 +16,9 @@ import torch
 from rgp import accounting
 from rgp._version import __version__
 from rgp.data.spec import bare_name
-from rgp.engine import Run
 from rgp.models.public_text import TEXTS
 from rgp.rounding import round_down, round_up
+from rgp.run import Run
 from rgp.train.config import Config
 from rgp.train.folder import RunFolder
 from rgp.train.setup import Parts
@@ -46,7 +46,7 @@ def summarize(
     peak_memory_bytes: int | None,
 ) -> dict[str, Any]:
     """The content of summary.json. `epsilon` is null where nothing is protected, never Infinity."""
-    settings, private = run.settings, config.private
+    settings, private = run.mechanism, config.private
     spent = run.epsilon() if private else math.inf
     return {
         "method": config.method.name,
@@ -59,7 +59,7 @@ def summarize(
         "delta": settings.delta if private else None,
         "accountant": settings.accountant if private else None,
         "noise_multiplier": run.noise_multiplier if private else None,
-        "clip": settings.clip(0),
+        "clip": settings.clip.first,
         "steps": run.step_index,
         "batch_size": settings.batch_size(0),
         "sampling_rate": settings.rate(0),
@@ -146,7 +146,7 @@ def card_of(
     preprocessing: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The card of any run, with names for what it was about."""
-    settings, spent = run.settings, run.epsilon()
+    settings, spent = run.mechanism, run.epsilon()
     private = math.isfinite(spent)
     card: dict[str, Any] = {
         "private": private,
@@ -159,12 +159,12 @@ def card_of(
             "kind": "Poisson",
             "rate": settings.rate(0),
             "expected_batch_size": settings.batch_size(0),
-            "max_batch": settings.max_batch,
+            "max_batch": settings.sampling.max_batch,
             "steps": run.step_index,
         },
         "method": method,
         "noise_multiplier": run.noise_multiplier if private else None,
-        "clip": settings.clip(0),
+        "clip": settings.clip.first,
         "seed_known": seed_known,
         "secure_noise": secure_noise,
         "dataset": bare_name(dataset),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rgp import accounting
-from rgp.engine import Run
+from rgp.run import Run
 
 
 @dataclass
@@ -67,9 +67,8 @@ class EpsilonSoFar:
     """A cheap upper bound on what was spent, for every step."""
 
     def __init__(self, run: Run) -> None:
-        settings = run.settings
-        alike = len(set(zip(settings.batch_sizes, settings.sigmas, strict=True))) == 1
-        event: Any = settings.event(0) if alike else settings.event
+        settings = run.mechanism
+        event: Any = settings.event(0) if len(settings.events()) == 1 else settings.event
         self._curve = accounting.epsilon_curve(
             event, settings.steps, delta=settings.delta, accountant=settings.accountant, points=20
         )

@@ -18,8 +18,8 @@ import rgp
 from rgp import checkpoint
 from rgp.bench.measure import MemoryMeter
 from rgp.distributed import Ranks, first_then_others
-from rgp.engine import Run
 from rgp.ledger import Ledger
+from rgp.run import Run
 from rgp.train import card, config, setup
 from rgp.train.config import Config, ConfigError
 from rgp.train.errors import Interrupted, RunFolderError
@@ -174,11 +174,11 @@ class Session:
             self.before = self.before.later(row)
             self.accuracy = row.get("accuracy", self.accuracy)
             self.scores |= {k: v for k, v in row.items() if k.startswith("accuracy") or k == "perplexity"}
-        self.progress.say(f"going on with {folder.path} after step {run.step_index} of {run.settings.steps}")
+        self.progress.say(f"going on with {folder.path} after step {run.step_index} of {run.mechanism.steps}")
         return run
 
     def _first_words(self, run: Run) -> str:
-        plan, settings = run.plan, run.settings
+        plan, settings = run.plan, run.mechanism
         trained = sum(e.size for e in plan.trained)
         words = f"{self.parts.data.description}\n{self.config.model.name}: {trained:,} trained parameters"
         if not self.config.private:
@@ -186,7 +186,7 @@ class Session:
         return (
             f"{words}, noise in {plan.noise_dimensions:,} dimensions\n"
             f"{self.config.method.name}: sampling rate {settings.rate(0):.4g}, noise multiplier "
-            f"{run.noise_multiplier:g}, clip {settings.clip(0):g}, delta {settings.delta:g}\n"
+            f"{run.noise_multiplier:g}, clip {settings.clip.first:g}, delta {settings.delta:g}\n"
             f"privacy unit: {self.parts.data.unit}"
         )
 
@@ -198,7 +198,7 @@ class Session:
         curve = EpsilonSoFar(run) if self.config.private and run.ranks.first else None
         meter = MemoryMeter("cuda" if parts.device.type == "cuda" else "cpu")
         run.save(self.folder.path)
-        progress.start(self.config.method.name, run.step_index, run.settings.steps)
+        progress.start(self.config.method.name, run.step_index, run.mechanism.steps)
         if self.accuracy is not None:
             progress.accuracy(self.accuracy)
         seen = Seen(self.diagnostics)
@@ -236,7 +236,7 @@ class Session:
             progress.stop()
             self.folder.write_json(self.folder.summary, self.summarize(run))
             number = signals.number or signal.SIGINT  # of another rank
-            raise Interrupted(self.folder.path, run.step_index, run.settings.steps, number)
+            raise Interrupted(self.folder.path, run.step_index, run.mechanism.steps, number)
 
     def evaluate(self, run: Run, seen: Seen, epsilon: float | None, board: Board | None) -> None:
         """Accuracy on held-out rows: where anyone may see it if the rows are a published test split, apart if not."""

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from rgp.capture import Capture
+from rgp.checks.losses import check_apart, check_even, check_factors, leaves_of
+from rgp.checks.probe import Recorder, check_examples_apart
 from rgp.errors import WrongUseError
-from rgp.losses import check_apart, check_even, check_factors, leaves_of
-from rgp.probe import Recorder, check_examples_apart
 from rgp.streams import Streams
 
 

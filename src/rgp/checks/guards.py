@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rgp.errors import WrongUseError
 from rgp.slots import Slot
+from rgp.trained import TrainedModel
 
 
 def loss_weights(loss: Any, m: int, reduction: str, *, views: int) -> Tensor:
@@ -33,6 +34,14 @@ def loss_weights(loss: Any, m: int, reduction: str, *, views: int) -> Tensor:
     return torch.full_like(loss, (m if reduction == "mean" else 1) / views)
 
 
+def check_no_backward_yet(slots: Mapping[str, Slot]) -> None:
+    if any(slot.used for slot in slots.values()):
+        raise WrongUseError(
+            "a backward pass was run on this batch before run.step(loss), by torch.autograd.grad or "
+            "torch.autograd.backward: it would count twice. Call run.step(loss) in place of it."
+        )
+
+
 def check_captured(parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
     """No parameter may have received an ordinary gradient, and some must have received a captured one."""
     for name, parameter in parameters.items():
@@ -50,22 +59,20 @@ def check_captured(parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) 
         raise WrongUseError("the loss is not attached to the model: no trained parameter took part in computing it")
 
 
-def check_unchanged(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], trained: set[str]
-) -> None:
+def check_unchanged(trained: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
     """The model, the plan and the optimizer still belong together."""
-    current = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+    current = dict(trained.model.named_parameters())
+    for name, parameter in trained.parameters.items():
         now = current.pop(name, None)
         if now is not parameter:
             raise WrongUseError(f"parameter {name!r} was replaced or removed after privatize; make a new run")
-        if now.requires_grad != (name in trained):
+        if now.requires_grad != (name in trained.slots):
             raise WrongUseError(
                 f"requires_grad of parameter {name!r} was changed after privatize. Set it before, or use overrides."
             )
     if current:
         raise WrongUseError(f"parameter {next(iter(current))!r} was added after privatize; make a new run")
-    check_optimizer(optimizer, parameters, trained)
+    check_optimizer(optimizer, trained.parameters, trained.names)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], trained: set[str]) -> None:

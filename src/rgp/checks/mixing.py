@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rgp.checks.probe import as_tree, has_rows
 from rgp.errors import UnsupportedError
-from rgp.probe import as_tree, has_rows
 from rgp.torchstate import forked_rng, kept_rng
 
 CALLS = 4  # that are watched: a random partner may be the example itself
@@ -66,6 +66,14 @@ class Apart:
         if self._of_list:
             return [copy.deepcopy(given[i]) for i in order]
         return tree_map(lambda leaf: leaf[order] if has_rows(leaf, len(order)) else copy.deepcopy(leaf), as_tree(given))
+
+
+def apart(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+    return None if collate_fn is None else Apart(collate_fn, "collate_fn", of_list=True)
+
+
+def apart_rows(augment: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    return None if augment is None else Apart(augment, "augment", of_list=False)
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from rgp.checks.probe import as_tree
 from rgp.errors import UnsupportedError
-from rgp.probe import as_tree
 from rgp.torchstate import evaluating, forked_rng
 
 LOOKED_AT = 64  # examples, for a short and a long one among them

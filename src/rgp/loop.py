@@ -1,0 +1,195 @@
+"""The loop over a run: micro-batches handed out, losses taken back, in the right order or with an error that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rgp.distributed import HERE, STOPS
+from rgp.errors import WrongUseError
+from rgp.loading import Loader, Loading, Schedule
+from rgp.sharding import Filler
+from rgp.step import Pass, Step
+from rgp.streams import Streams
+from rgp.torchstate import forked_rng, kept_rng, seed_others
+
+
+class Loop:
+    """Draws each step's batch, hands it out in passes, and ends the step with the last of them."""
+
+    def __init__(self, step: Step, dataset: Any, loading: Loading, streams: Streams) -> None:
+        self._step, self._loading, self._streams = step, loading, streams
+        self._loader = Loader(dataset, loading, step.mechanism.dataset_size)
+        # whether every rank makes the same number of passes in a step (fillers make up for it), so that a loop may use
+        # collectives of its own; passes over sharded weights are such
+        self.same_passes = step.trained.sharding.active
+        self._current: object | None = None  # the newest iterator over the run
+        self._waiting: Pass | None = None  # the pass that waits for its loss
+        self._failed = False  # whether run.step did not get through
+        self._stop = False  # whether the loop is to end early
+        self._rng: Any = None
+        self.closed = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a batch was handed out whose loss has not come back."""
+        return self._waiting is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all planned steps were taken, or the budget allows no further one."""
+        index = self._step.index
+        return index >= self._step.mechanism.steps or not self._step.releases.fits(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.closed:
+            raise WrongUseError("this run is closed; make a new one with privatize, or rgp.resume a saved one")
+        self.abandon()
+        self._failed = self._stop = self._step.stopped = False
+        self._current = token = object()
+        return self._batches(token)
+
+    def _batches(self, token: object) -> Iterator[Any]:
+        step, loader = self._step, None
+        try:
+            while not (self.finished or step.stopped):
+                self._check_newest(token)
+                if self._stop and not self.same_passes:
+                    step.ranks.meet(step.report(STOPS))
+                    return
+                step.begin()
+                index, discarded, parts = step.index, step.releases.discarded, self._microbatches(step.index)
+                if not parts:
+                    self._end_step()
+                    continue
+                if loader is None or discarded:
+                    loader = self._load()
+                for current in self._passes(parts):
+                    if current.view == 0:
+                        with kept_rng():
+                            batch = next(loader)
+                    shown = self._augmented(batch, current)
+                    self._enter(current)
+                    yield shown
+                    self._check_newest(token)
+                    self._check_taken()
+                    self._leave()
+                    if self._stop and not self.same_passes:
+                        break
+                ended = step.index > index or step.releases.discarded > discarded
+                assert ended or self._stop or step.stopped, "the last micro-batch ends its step"
+        finally:
+            if token is self._current:
+                self.abandon()
+
+    def take(self, loss: Any) -> bool:
+        """The loss of the batch that was handed out last. Returns whether it ended a logical batch."""
+        current, step = self._waiting, self._step
+        if self.closed:
+            raise WrongUseError("this run is closed; run.step has nothing to do")
+        if current is None:
+            raise WrongUseError("run.step was called twice for one batch, or outside `for batch in run`")
+        weights = step.weights(loss, current)
+        index = step.index
+        self._failed = True
+        try:
+            step.backward(loss, weights, current)
+        except BaseException:
+            step.drop()
+            raise
+        finally:
+            self._waiting = None
+            self._quiet()
+        if current.ends_batch:
+            self._end_step()
+        self._failed = False
+        return step.index > index
+
+    def _end_step(self) -> None:
+        # where no rank may leave out a pass, this is the first moment at which to stop
+        self._step.end(stop=self._stop and self.same_passes)
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def close(self) -> None:
+        self.abandon()
+        self._current, self.closed = None, True
+
+    def leave_ranks(self, error: BaseException) -> None:
+        """Tell the other ranks that this one will not go on."""
+        # with sharded weights the others wait elsewhere, and will notice that this process is gone
+        if not (self.closed or self.finished or self.same_passes):
+            self._step.ranks.leave(self._step.report(HERE), error)
+
+    # ------------------------------------------------------------------ order
+
+    def _check_newest(self, token: object) -> None:
+        if token is not self._current:
+            raise WrongUseError("another loop over this run was started; this one cannot go on")
+
+    def _check_taken(self) -> None:
+        if self._waiting is not None:
+            raise WrongUseError("the next batch was asked for before run.step(loss) was called for the last one")
+        if self._failed:
+            raise WrongUseError(
+                "run.step failed for the last batch, and the loop went on. A batch cannot be left out, or one example would "
+                "decide over others. Start the loop again, `for batch in run`: the step is repeated."
+            )
+
+    # ------------------------------------------------------------------ passes
+
+    def _passes(self, parts: list[list[int]]) -> Iterator[Pass]:
+        """What one logical batch is worked through in."""
+        views = self._loading.views
+        for i, part in enumerate(parts):
+            for view in range(views):
+                ends_part = view + 1 == views
+                yield Pass(part, i, view, ends_part, ends_batch=ends_part and i + 1 == len(parts))
+
+    def _microbatches(self, step: int) -> list[list[int]]:
+        """This rank's share of a step's draw, cut into micro-batches."""
+        current, ranks = self._step, self._step.ranks
+        attempt = current.releases.attempt if step == current.index else current.releases.attempts(step)[0]
+        indices = current.mechanism.sampling.draw(self._streams, step, attempt)
+        parts = self._loader.cut(ranks.share(indices))
+        if self.same_passes and ranks.size > 1:  # the first rank has the most
+            most = len(self._loader.cut(indices[:: ranks.size]))
+            parts += [Filler(indices[:1].tolist()) for _ in range(most - len(parts))]
+        return parts
+
+    def _load(self) -> Iterator[Any]:
+        index = self._step.index
+        schedule = Schedule(self._microbatches, index, self._step.mechanism.steps, seed=self._streams.loading_seed)
+        return self._loader.batches(schedule, self._streams.torch_seed(index, part=2**32))
+
+    def _augmented(self, batch: Any, current: Pass) -> Any:
+        if self._loading.augment is None:
+            return batch
+        seed = self._streams.torch_seed(self._step.index, current.part + 2**35 + (current.view << 36))
+        with kept_rng(), forked_rng(seed):
+            seed_others(seed)
+            return self._loading.augment(batch)
+
+    def _enter(self, current: Pass) -> None:
+        self._waiting = current
+        seed = self._streams.torch_seed(self._step.index, current.part + (current.view << 36))
+        self._rng = forked_rng(seed)
+        self._rng.__enter__()
+        self._step.enter(current)
+
+    def _quiet(self) -> None:
+        self._step.leave()
+        if self._rng is not None:
+            self._rng.__exit__(None, None, None)
+            self._rng = None
+
+    def _leave(self) -> None:
+        self._quiet()
+        self._waiting = None
+        self._step.unwatch()
+
+    def abandon(self) -> None:
+        """Forget a logical batch that was not finished."""
+        self._leave()
+        self._step.drop()

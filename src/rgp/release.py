@@ -1,0 +1,118 @@
+"""Clipped sums -> a noisy sum that is on record: ranks meet, noise is added, the ledger is written, crashes are replayed.
+
+Formal guarantees (tests/test_noise.py, test_ledger.py, test_checkpoint.py, test_distributed.py):
+- every entry of the sum gets noise of sigma times the sum's own sensitivity, on the first rank, once
+- no rank has a noisy sum before its line in the ledger is durable
+- no noise is used on two sums: a step that comes out differently from what is on record is drawn afresh and charged again
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from rgp import accounting
+from rgp.clipping import ClippedSum
+from rgp.clips import Bound
+from rgp.distributed import Ranks
+from rgp.ledger import Ledger
+from rgp.mechanism import Mechanism
+from rgp.noise import NoiseSource
+
+
+class Releases:
+    """The releases of a run.
+
+    attempt: which draw of the current step is worked on
+    replay_from: lines of the ledger before this one are not computed again (rgp.resume)
+    """
+
+    def __init__(self, mechanism: Mechanism, source: NoiseSource, ledger: Ledger, ranks: Ranks) -> None:
+        self.mechanism, self.source, self.ledger, self.ranks = mechanism, source, ledger, ranks
+        self.attempt = 0
+        self.discarded = 0  # draws of this step that were on record and came out differently
+        self.replay_from = 0
+        self._allowed = 0  # releases that are known to fit in the budget
+
+    # ------------------------------------------------------------------ attempts
+
+    def begin(self, step: int) -> None:
+        self.attempt = self.attempts(step)[self.discarded]
+
+    def attempts(self, step: int) -> list[int]:
+        """The draws to try for a step, in order: those on record that can be computed again, then one never used."""
+        recorded = self.ledger.of_step(step, since=self.replay_from) if self.source.replayable else []
+        return [*(r["attempt"] for r in recorded), self.ledger.fresh_attempt(step)]
+
+    def end(self) -> None:
+        """The step was taken."""
+        self.discarded = 0
+
+    # ------------------------------------------------------------------ one release
+
+    def release(self, step: int, clipped: ClippedSum, bound: Bound) -> Tensor | None:
+        """The noisy sum, on all ranks; None if it must not be used, and the step is done again with a fresh draw."""
+        self.ranks.sum(clipped.total)
+        digest, accepted = self.ranks.from_first(lambda: self._publish(step, clipped, bound))
+        if not self.ranks.first:
+            self._record(step, digest, bound)  # their copy of the ledger, in memory
+        if not accepted:
+            self.discarded += 1
+            return None
+        self.ranks.send(clipped.total)
+        return clipped.total
+
+    def _publish(self, step: int, clipped: ClippedSum, bound: Bound) -> tuple[str | None, bool]:
+        """Noise and record, on the first rank alone: (digest of the noisy sum, whether it may be used)."""
+        noisy = self._add_noise(step, clipped)
+        # the digest only serves replay from disk; without a folder there is nothing to replay from
+        digest = None if self.ledger.path is None else hashlib.sha256(noisy.cpu().numpy().data).hexdigest()
+        return digest, self._record(step, digest, bound)
+
+    def _add_noise(self, step: int, clipped: ClippedSum) -> Tensor:
+        if (std := self.mechanism.noise_std(step, clipped.sensitivity)) > 0:
+            self.source.add(clipped.total, std=std, step=step, attempt=self.attempt)
+        return clipped.total
+
+    def _record(self, step: int, digest: str | None, bound: Bound) -> bool:
+        """Put the release on record. False: it must not be used.
+
+        After a crash the ledger may hold this step already. The same digest is the same release and costs nothing more.
+        Any difference means that this noise was used on another sum: it must not be released twice.
+        """
+        known = [r for r in self.ledger.of_step(step) if r["attempt"] == self.attempt]
+        if known:
+            return digest is not None and known[0]["digest"] == digest
+        charge = self.mechanism.charge(step, bound)
+        self.ledger.append(step=step, attempt=self.attempt, digest=digest, processes=self.ranks.size, **charge)
+        return True
+
+    # ------------------------------------------------------------------ what they cost
+
+    def epsilon(self, delta: float | None = None) -> float:
+        delta = self.mechanism.delta if delta is None else delta
+        return accounting.epsilon(self.ledger.events(), delta=delta, accountant=self.mechanism.accountant)
+
+    def fits(self, step: int) -> bool:
+        """Whether the budget allows the release of this step. It does, unless releases were charged twice after a crash."""
+        mechanism, ledger = self.mechanism, self.ledger
+        spare, budget = mechanism.steps - step, mechanism.budget
+        if budget is None or ledger.count + spare <= mechanism.steps or ledger.count < self._allowed:
+            return True
+        if self.discarded + 1 < len(self.attempts(step)):
+            return True  # this one is on record and paid for
+        ask: dict[str, Any] = {"epsilon": budget.epsilon, "delta": mechanism.delta, "accountant": budget.accountant}
+        spent = ledger.events()
+        more = accounting.affordable_steps(mechanism.worst_event(), at_most=spare, spent=spent, **ask)
+        more = more or accounting.affordable_steps(mechanism.event(step), at_most=1, spent=spent, **ask)
+        self._allowed = ledger.count + more
+        if more:
+            return True
+        warnings.warn(
+            f"the budget of epsilon {budget.epsilon} is spent after {step} of {mechanism.steps} steps, because releases were "
+            "charged twice after a crash. Training stops here."
+        )
+        return False
