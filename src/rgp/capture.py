@@ -17,12 +17,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
-from rgp.checks.losses import MEANS, Trail, is_uneven, outputs_of
+from rgp.checks.means import MEANS, Output, is_uneven, outputs_of
 from rgp.errors import UnsupportedError, WrongUseError
 from rgp.rules import ANYTIME, RULES, TRANSPOSED
 from rgp.rules.derived import derived
@@ -30,7 +31,10 @@ from rgp.slots import Slot
 
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_BATCH_NORMS = (torch.nn.functional.batch_norm, torch.batch_norm)
+_BATCH_NORMS = (F.batch_norm, torch.batch_norm)
+DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
+# operations with a dropout of their own: where its probability stands among the arguments
+DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 
 
 class Capture(TorchFunctionMode):
@@ -48,8 +52,9 @@ class Capture(TorchFunctionMode):
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
         self._forms: dict[Slot, Tensor | None] = {}  # as what a parameter was used: what was derived from it, or itself
-        self.trail = Trail()  # of this micro-batch, for losses.py
-        self.keeps_trail = False  # whether all of it is asked for
+        self.uneven: list[Node] = []  # means of this micro-batch with a divisor that is not the same for all examples
+        self.rehearsing = False  # whether dropout is left out, and outputs are noted (checks/rehearsal.py)
+        self.outputs: list[Output] = []  # of operations with trained parameters, while it is rehearsed
 
     def names(self) -> dict[int, str]:
         """Id of a trained parameter -> its name."""
@@ -76,7 +81,8 @@ class Capture(TorchFunctionMode):
     def _forget(self) -> None:
         self._derived.clear()
         self._forms.clear()
-        self.trail.clear()
+        self.uneven.clear()
+        self.outputs.clear()
 
     def slot(self, tensor: Any) -> Slot | None:
         """The slot of a trained parameter, or of its transpose; None for anything else."""
@@ -117,6 +123,10 @@ class Capture(TorchFunctionMode):
             _refuse_gradient_clipping()
         if self.examples is None:
             return func(*args, **kwargs)
+        if self.rehearsing and func in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if self.rehearsing and func in DROPOUT_AT:
+            args, kwargs = _without_dropout(DROPOUT_AT[func], args, kwargs)
         result = self._operate(func, args, kwargs)
         if (
             func in MEANS
@@ -124,9 +134,7 @@ class Capture(TorchFunctionMode):
             and result.dim() == 0
             and is_uneven(func, self.examples, args, kwargs)
         ):
-            self.trail.uneven += outputs_of(result)
-        if self.keeps_trail:
-            self.trail.note(func, args, kwargs, result)
+            self.uneven += [edge.node for edge, _ in outputs_of(result)]
         return result
 
     def _operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,12 +143,12 @@ class Capture(TorchFunctionMode):
         ) is not None:  # also without grad: a reentrant checkpoint will run it again with
             self.recomputes = self.recomputes or not torch.is_grad_enabled() or _saved_tensors_hooks(False) is not None
             return special(self, func, args, kwargs)
+        if func in _BATCH_NORMS:
+            _refuse_batch_statistics(func, args, kwargs)
         if not torch.is_grad_enabled():
             if not self.recomputes:  # a reentrant checkpoint runs forward like this; or it is an evaluation
                 self.recomputes = any(self.slot(operand) is not None for operand in _operands(args, kwargs))
             return func(*args, **kwargs)
-        if func in _BATCH_NORMS:
-            _refuse_batch_statistics(func, args, kwargs)
         met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
         if not met:
             return func(*args, **kwargs)
@@ -156,8 +164,8 @@ class Capture(TorchFunctionMode):
                     "for parameters as they are. Freeze it, or keep it the other way round."
                 )
             result = rule(self, func, args, kwargs)
-            if self.keeps_trail:
-                self.trail.add_outputs(result, again=again)
+            if self.rehearsing and not again:
+                self.outputs += outputs_of(result)
             return result
         result = func(*args, **kwargs)
         # shapes, dtypes, detached copies and the like carry no gradient and need no rule
@@ -179,6 +187,12 @@ def _operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
             yield value
 
 
+def _without_dropout(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(args) > at:
+        return (*args[:at], 0.0, *args[at + 1 :]), kwargs
+    return args, {**kwargs, "dropout_p": 0.0}
+
+
 def _refuse_gradient_clipping() -> None:
     frame: FrameType | None = sys._getframe(2)
     for _ in range(6):
@@ -196,6 +210,7 @@ def _refuse_batch_statistics(func, args, kwargs) -> None:
     training = kwargs.get("training", args[5] if len(args) > 5 else False)
     if training:
         raise UnsupportedError(
-            "batch norm in training mode mixes the examples of a batch, so one example's gradient depends on the others "
-            "and no clipping bounds it. Replace it: rgp.fix(model) puts GroupNorm in its place."
+            "batch norm in training mode mixes the examples of a batch, so one example's gradient depends on the others and no "
+            "clipping bounds it. Replace it: rgp.fix(model) puts GroupNorm in its place; or call .eval() on a frozen network "
+            "or a teacher, whose statistics are to stay as they are."
         )

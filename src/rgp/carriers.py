@@ -10,6 +10,7 @@ private tensor exists in the process's training state, and has no field that cou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rgp.errors import WrongUseError
 from rgp.sharding import shard, thin_product
 from rgp.slots import CarriedSlot
 from rgp.streams import Streams
-from rgp.torchstate import forked_rng, momentum_of
+from rgp.torchstate import forked_rng, kept_rng, momentum_of, seed_others
 from rgp.trained import TrainedModel
 
 TOLERANCE = 1e-13
@@ -121,6 +123,8 @@ class CarrierSearch:
     ) -> None:
         self._trained, self._optimizer, self._streams = trained, optimizer, streams
         self._steps, self._public_loss = steps, public_loss
+        self._public_before: float | None = None  # the public loss of this step, before the loop's body ran
+        self._public_checked = False
         self.initial: dict[str, Tensor] = {}  # W_0, where the method looks at W_t - W_0
         if getattr(trained.plan.method, "source", None) == "history":
             self.initial = {name: trained.parameters[name].detach().clone() for name in trained.carried}
@@ -163,13 +167,37 @@ class CarrierSearch:
         )
 
     def _public_gradients(self, step: int) -> dict[str, Tensor]:
-        assert self._public_loss is not None
         names = list(self._trained.carried)
-        seed = int(self._streams.generator("carriers", step, part=1).integers(0, 2**63 - 1))
-        with forked_rng(seed), torch.enable_grad():  # on every rank the same numbers, and after a resume
-            loss = self._public_loss()
+        with torch.enable_grad():
+            loss = self._public_value(step)
+            self._public_before = float(loss.detach())
             grads = torch.autograd.grad(loss, [self._trained.parameters[n] for n in names], allow_unused=True)
         return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+
+    def _public_value(self, step: int) -> Tensor:
+        assert self._public_loss is not None
+        seed = int(self._streams.generator("carriers", step, part=1).integers(0, 2**63 - 1))
+        with kept_rng(), forked_rng(seed):  # on every rank the same numbers, and after a resume
+            seed_others(seed)
+            return self._public_loss()
+
+    def check_public(self, step: int) -> None:
+        """Once, before the first release and after the loop's body has run: the public loss still sees what it saw before.
+
+        A function that looks up `inputs` when it is called sees the loop's private batch under that name.
+        """
+        if self._public_loss is None or self._public_checked:
+            return
+        self._public_checked = True
+        before = self._public_before
+        with torch.no_grad():
+            now = float(self._public_value(step).detach())
+        if before is not None and not math.isclose(now, before, rel_tol=1e-4, abs_tol=1e-7):
+            raise WrongUseError(
+                f"public_loss gave {before:.6g} before the loop and {now:.6g} in it, with the same weights and random numbers. "
+                "It sees something that the loop has changed: a lambda that uses `inputs` sees the private batch once the loop "
+                "calls that `inputs`. Give public tensors a name of their own. Nothing was released."
+            )
 
     def state(self) -> dict[str, Tensor]:
         """The carriers of this step or the last one, as tensors by name."""

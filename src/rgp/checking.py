@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rgp import rules
 from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
-from rgp.checks.probe import as_tree
 from rgp.clipping import Gradients
 from rgp.methods import RGP, Method
 from rgp.plan import make_plan
 from rgp.privatize import check_model, check_plan
 from rgp.slots import CarriedSlot, DeferredSlot, make_slot
 from rgp.streams import Streams
+from rgp.torchstate import as_tree
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from rgp import methods
 from rgp._version import __version__
 from rgp.distributed import Ranks, find_ranks, share_ledger, share_streams
-from rgp.files import make_folder, sync_folder, write_atomically, write_file, write_json
+from rgp.files import NEW, make_folder, remove, sync_folder, write_atomically, write_file, write_json
 from rgp.ledger import Ledger
 from rgp.loading import Loading
 from rgp.mechanism import Mechanism
@@ -108,7 +108,7 @@ def save(run: Run, folder: Folder) -> None:
         _save_secret(run, folder / SECRET, keep=old, name=name)
     write_file(folder / LATEST, (name + "\n").encode())
     if finished:
-        (folder / SECRET).unlink(missing_ok=True)
+        remove(folder / SECRET)
     for other in folder.glob("checkpoint-*"):
         ours = (other / STATE).exists() or other.suffix == DRAFT  # other programs use such names too
         if ours and other.name != name:
@@ -232,6 +232,8 @@ def resume(
         _check_header(ledger, mechanism)
         if ledger.repaired:
             warnings.warn(ledger.repaired)
+        if ranks.first:  # of a process that was killed while it wrote it
+            (folder / (SECRET + NEW)).unlink(missing_ok=True)
         secret, private = _read_secret(folder / SECRET, name, ranks)
         streams = share_streams(ranks, secret or Streams.from_system())
         _load_weights(model, _read_tensors(here / "model.safetensors", ranks), state["aliases"])

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rgp.checks.sketches import sketch
 from rgp.clips import Bound, clip_factors
 from rgp.slots import DeferredSlot, Slot
+from rgp.torchstate import in_full_precision
 
 BLOCK = 256  # columns summed in the buffer's own precision; sums of blocks are float64
+TINY = 1e-20  # squares of entries that matter for a smaller one may have been flushed to zero in float32
 CANCELLING = 100  # terms of one example that exceed its clipped sum by this are summed apart
 
 
@@ -94,6 +97,7 @@ class Gradients:
             slot.used = False
 
     @torch.no_grad()
+    @in_full_precision
     def clip_and_add(self) -> None:
         """End a micro-batch: clip each example as the batch's bound says, and add it to the logical batch's sum."""
         rows, total, bound = self._rows, self.reserve(), self._bound
@@ -181,6 +185,23 @@ class Gradients:
                 slot.drop(left_out)
             slot.add_weighted_sum(factors, total[self.where[slot.entry.name]])
 
+    def sketches(self) -> dict[str, Tensor]:
+        """A few numbers of every example's gradient, by parameter (checks/rehearsal.py); ends the micro-batch. Private."""
+        found = {}
+        with torch.no_grad():
+            for slot in self.slots:
+                name = slot.entry.name
+                if isinstance(slot, DeferredSlot):
+                    rows = [sketch(slot.gradient(i).reshape(1, -1)) for i in range(slot.m)] if slot.filled else []
+                    found[name] = torch.cat(rows) if rows else torch.zeros(slot.m, 3, dtype=torch.float64)
+                    slot.uses = []
+                else:
+                    rows = self._rows[:, self.where[name]]
+                    found[name] = sketch(rows if slot.filled else torch.zeros_like(rows[:, :1]))
+                slot.end()
+        self._rows = self._rows[:0].clone()
+        return found
+
     def take(self) -> ClippedSum:
         """The logical batch's sum; zeros if it had no example."""
         total = self.reserve()
@@ -197,7 +218,7 @@ def squared_norms(rows: Tensor) -> Tensor:
     if rows.shape[1] % BLOCK:
         return rows.double().square().sum(1)
     squares = torch.linalg.vector_norm(rows.view(len(rows), -1, BLOCK), dim=2).double().square().sum(1)
-    strange = ~squares.isfinite()
+    strange = ~squares.isfinite() | (squares < TINY)
     if bool(strange.any()):  # NaN, Inf, or squares beyond float32
         squares[strange] = rows[strange].double().square().sum(1)
     return squares

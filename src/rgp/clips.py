@@ -126,7 +126,10 @@ class AutoClip(ClipRule):
 
     def __post_init__(self) -> None:
         _check_norm("AutoClip's norm", self.norm)
-        check_positive("AutoClip's gamma", self.gamma)
+        if not check_positive("AutoClip's gamma", self.gamma) >= SMALLEST:
+            raise ValueError(
+                f"AutoClip's gamma must be at least {SMALLEST:g}, or rounding decides over tiny gradients; got {self.gamma!r}"
+            )
 
     @property
     def first(self) -> float:

@@ -18,6 +18,7 @@ through the same calls. Messages are JSON and tensors, no pickle.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,12 +32,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from rgp import errors
 from rgp.errors import RankError, UnsupportedError
 from rgp.ledger import Ledger
 from rgp.streams import Streams
-from rgp.torchstate import bits_of, is_sharded
+from rgp.torchstate import as_tree, bits_of, forked_rng, is_sharded, kept_rng, seed_others
 
 NOTE = 1024  # bytes of a short message, sent in one piece
 PIECE = 1 << 28  # bytes of a long one that are sent at once
@@ -414,6 +416,34 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "the optimizer's settings": groups,
         "the optimizer's parameters": [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups],
     }
+
+
+def describe_dataset(ranks: Ranks, dataset: Any) -> dict[str, Any]:
+    """A digest of a few rows, for ranks to compare: they draw indices together, so their rows must be the same.
+
+    Left out where reading a row twice gives two answers (augmentation with a generator of its own).
+    """
+    if ranks.size == 1:
+        return {}
+    rows = sorted({0, len(dataset) // 2, len(dataset) - 1})
+    pairs = {i: (_digest(dataset, i), _digest(dataset, i)) for i in rows}
+    return {f"row {i} of the dataset": one if one == two else "varies" for i, (one, two) in pairs.items()}
+
+
+def _digest(dataset: Any, index: int) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with kept_rng(), forked_rng(0):
+        seed_others(0)
+        item = dataset[index]
+    for leaf in tree_leaves(as_tree(item)):
+        if isinstance(leaf, Tensor):
+            leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            digest.update(leaf.detach().cpu().double().numpy().tobytes())
+        elif isinstance(leaf, np.ndarray):
+            digest.update(leaf.tobytes())
+        elif isinstance(leaf, (str, bytes, int, float)):
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
 
 
 def refuse_wrappers(model: nn.Module) -> None:

@@ -33,6 +33,12 @@ def make_folder(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
+def remove(path: Path) -> None:
+    """With what an interrupted write of it may have left."""
+    for name in (path.name, path.name + NEW):
+        path.with_name(name).unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """`write(new)` fills a new file beside `path`, which then takes its place. Durable when this returns."""
     new = path.with_name(path.name + NEW)

@@ -181,10 +181,11 @@ class Ledger:
         return 1 + max([self._torn_attempt, *(r["attempt"] for r in self.of_step(step))])
 
     def events(self) -> list[Event]:
-        """What the accountant is told: one event per line, equal ones counted together."""
+        """What the accountant is told: one event per line, equal ones counted together; and those of earlier runs."""
         settings = [(r["q"], r["sigma"], r.get("max_batch")) for r in self.records]
         size = self.header["dataset_size"]
-        return [
+        earlier = [Event(*event) for run in self.header.get("after", ()) for event in run["events"]]
+        return earlier + [
             Event(q, sigma, count, max_batch=cap, dataset_size=size if cap is not None else None)
             for (q, sigma, cap), count in Counter(settings).items()
         ]

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
+import torch
+
+from rgp.checks.rehearsal import Rehearsal
 from rgp.distributed import HERE, STOPS
 from rgp.errors import WrongUseError
 from rgp.loading import Loader, Loading, Schedule
 from rgp.sharding import Filler
 from rgp.step import Pass, Step
 from rgp.streams import Streams
-from rgp.torchstate import forked_rng, kept_rng, seed_others
+from rgp.torchstate import forked_rng, kept_rng, seed_others, without_autocast
 
 
 class Loop:
     """Draws each step's batch, hands it out in passes, and ends the step with the last of them."""
 
-    def __init__(self, step: Step, dataset: Any, loading: Loading, streams: Streams) -> None:
+    def __init__(self, step: Step, dataset: Any, loading: Loading, streams: Streams, *, rehearse: bool = True) -> None:
+        self.rehearsal: Rehearsal | None = None
+        if rehearse and not step.plain:
+            self.rehearsal = Rehearsal(
+                dataset,
+                loading,
+                step.trained.dtype,
+                lambda number: streams.torch_seed(0, 2**37 + number),
+                self._together,
+            )
         self._step, self._loading, self._streams = step, loading, streams
         self._loader = Loader(dataset, loading, step.mechanism.dataset_size)
         # whether every rank makes the same number of passes in a step (fillers make up for it), so that a loop may use
         # collectives of its own; passes over sharded weights are such
         self.same_passes = step.trained.sharding.active
         self._current: object | None = None  # the newest iterator over the run
-        self._waiting: Pass | None = None  # the pass that waits for its loss
+        self._handed: Pass | None = None  # what was handed out last
+        self._waiting: Pass | None = None  # the same, as long as it waits for its loss
         self._failed = False  # whether run.step did not get through
         self._stop = False  # whether the loop is to end early
-        self._rng: Any = None
+        self._around = ExitStack()  # what is undone after a pass: random numbers
         self.closed = False
 
     @property
@@ -64,6 +78,8 @@ class Loop:
                     continue
                 if loader is None or discarded:
                     loader = self._load()
+                if self.rehearsal is not None and self.rehearsal.pending:
+                    yield from self._rehearse(token)
                 for current in self._passes(parts):
                     if current.view == 0:
                         with kept_rng():
@@ -93,7 +109,8 @@ class Loop:
         index = step.index
         self._failed = True
         try:
-            step.backward(loss, weights, current)
+            with torch.enable_grad(), without_autocast():  # whatever the loop has switched on or off by now
+                step.backward(loss, weights, current)
         except BaseException:
             step.drop()
             raise
@@ -101,7 +118,8 @@ class Loop:
             self._waiting = None
             self._quiet()
         if current.ends_batch:
-            self._end_step()
+            with without_autocast():
+                self._end_step()
         self._failed = False
         return step.index > index
 
@@ -139,6 +157,27 @@ class Loop:
 
     # ------------------------------------------------------------------ passes
 
+    @property
+    def rehearsing(self) -> bool:
+        """Whether the batch that was handed out last belongs to the rehearsal."""
+        return self._handed is not None and self._handed.trial is not None
+
+    def _rehearse(self, token: object) -> Iterator[Any]:
+        """Hand out the batches of the rehearsal; nothing of them is summed."""
+        assert self.rehearsal is not None
+        for trial in self.rehearsal.trials():
+            self._enter(Pass(list(range(trial.examples)), 0, 0, True, False, trial))
+            yield trial.batch
+            self._check_newest(token)
+            self._check_taken()
+            self._leave()
+
+    def _together(self, flag: bool) -> bool:
+        """Whether it holds on all ranks, where they make the same passes."""
+        if self.same_passes and self._step.ranks.size > 1:
+            return self._step.on_all_ranks(flag)
+        return flag
+
     def _passes(self, parts: list[list[int]]) -> Iterator[Pass]:
         """What one logical batch is worked through in."""
         views = self._loading.views
@@ -150,39 +189,51 @@ class Loop:
     def _microbatches(self, step: int) -> list[list[int]]:
         """This rank's share of a step's draw, cut into micro-batches."""
         current, ranks = self._step, self._step.ranks
-        attempt = current.releases.attempt if step == current.index else current.releases.attempts(step)[0]
-        indices = current.mechanism.sampling.draw(self._streams, step, attempt)
+        indices = current.mechanism.sampling.draw(self._streams, step, self._attempt(step))
         parts = self._loader.cut(ranks.share(indices))
         if self.same_passes and ranks.size > 1:  # the first rank has the most
             most = len(self._loader.cut(indices[:: ranks.size]))
             parts += [Filler(indices[:1].tolist()) for _ in range(most - len(parts))]
         return parts
 
+    def _attempt(self, step: int) -> int:
+        """Which draw of a step is, or will be, worked on."""
+        releases = self._step.releases
+        return releases.attempt if step == self._step.index else releases.attempts(step)[0]
+
+    def _seed(self, part: int) -> int:
+        """Of torch's generator in one pass of this step; a step that is drawn again has other random numbers."""
+        return self._streams.torch_seed(self._step.index, part, self._step.releases.attempt)
+
     def _load(self) -> Iterator[Any]:
         index = self._step.index
-        schedule = Schedule(self._microbatches, index, self._step.mechanism.steps, seed=self._streams.loading_seed)
+
+        def seed(step: int, part: int) -> int:
+            return self._streams.loading_seed(step, part, self._attempt(step))
+
+        schedule = Schedule(self._microbatches, index, self._step.mechanism.steps, seed=seed)
         return self._loader.batches(schedule, self._streams.torch_seed(index, part=2**32))
 
     def _augmented(self, batch: Any, current: Pass) -> Any:
         if self._loading.augment is None:
             return batch
-        seed = self._streams.torch_seed(self._step.index, current.part + 2**35 + (current.view << 36))
+        seed = self._seed(current.part + 2**35 + (current.view << 36))
         with kept_rng(), forked_rng(seed):
             seed_others(seed)
             return self._loading.augment(batch)
 
     def _enter(self, current: Pass) -> None:
-        self._waiting = current
-        seed = self._streams.torch_seed(self._step.index, current.part + (current.view << 36))
-        self._rng = forked_rng(seed)
-        self._rng.__enter__()
+        self._waiting = self._handed = current
+        if current.trial is not None:
+            self._around.enter_context(current.trial.watching(self._step.trained.model))
+        else:
+            seed = self._seed(current.part + (current.view << 36))
+            self._around.enter_context(forked_rng(seed))
         self._step.enter(current)
 
     def _quiet(self) -> None:
         self._step.leave()
-        if self._rng is not None:
-            self._rng.__exit__(None, None, None)
-            self._rng = None
+        self._around.close()
 
     def _leave(self) -> None:
         self._quiet()

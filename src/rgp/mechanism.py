@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from numbers import Integral
@@ -162,8 +162,12 @@ def plan_mechanism(
     steps: int | None = None,
     clip: Any = 1.0,
     max_batch: int | None = None,
+    spent: Sequence[Event] = (),
 ) -> Mechanism:
-    """The promise that these arguments of `privatize` make, checked; calibrates the noise where a budget is given."""
+    """The promise that these arguments of `privatize` make, checked; calibrates the noise where a budget is given.
+
+    spent: releases of earlier runs, which the budget covers too.
+    """
     if (epochs is None) == (steps is None):
         raise ValueError(f"give either epochs or steps; got epochs={epochs!r}, steps={steps!r}")
     if (budget is None) == (noise_multiplier is None):
@@ -187,7 +191,7 @@ def plan_mechanism(
     if budget is not None:
         if rule.first is None:
             raise ValueError("clip=None bounds nothing, so no noise can protect anyone; give clip= a number")
-        sigmas = (_calibrated(budget, delta, sampling),) * steps
+        sigmas = (_calibrated(budget, delta, sampling, spent),) * steps
     else:
         finite = "at least 0 and finite"
         sigmas = per_step("noise_multiplier", noise_multiplier, steps, lambda s: 0 <= s < math.inf, finite)
@@ -216,10 +220,16 @@ def _batch_sizes(batch_size: Any, steps: int, size: int) -> tuple[int, ...]:
     return per_step("batch_size", batch_size, steps, lambda b: isinstance(b, Integral) and 0 < int(b) <= size, allowed)
 
 
-def _calibrated(budget: Budget, delta: float, sampling: Poisson) -> float:
+def _calibrated(budget: Budget, delta: float, sampling: Poisson, spent: Sequence[Event]) -> float:
+    before = accounting.epsilon(spent, delta=delta, accountant=budget.accountant)
+    if before >= budget.epsilon:
+        raise ValueError(
+            f"the earlier runs that `after` names have spent epsilon {before:.4g} at delta={delta:g}: nothing of the budget of "
+            f"{budget.epsilon:g}, which covers them too, is left"
+        )
     counts = Counter(map(sampling.rate, range(len(sampling.batch_sizes))))
 
     def events(sigma: float) -> list[Event]:
-        return [sampling.event(rate, sigma, n) for rate, n in counts.items()]
+        return [*spent, *(sampling.event(rate, sigma, n) for rate, n in counts.items())]
 
     return accounting.calibrate_scale(events, epsilon=budget.epsilon, delta=delta, accountant=budget.accountant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from rgp import rules
 from rgp.accounting import Budget
 from rgp.carriers import CarrierSearch
 from rgp.checks.guards import check_optimizer
-from rgp.checks.mixing import apart, apart_rows
-from rgp.checks.vetting import Vetting
 from rgp.clips import ClipRule
 from rgp.distributed import (
     Ranks,
     check_same,
+    describe_dataset,
     describe_optimizer,
     find_ranks,
     refuse_wrappers,
@@ -27,6 +26,7 @@ from rgp.distributed import (
     share_streams,
     share_weights,
 )
+from rgp.earlier import check_first, earlier_events, remember
 from rgp.ema import WeightMean
 from rgp.errors import UnsupportedError
 from rgp.ledger import Ledger
@@ -71,6 +71,7 @@ def privatize(
     seed: int | None = None,
     secure_noise: bool = False,
     folder: str | os.PathLike[str] | None = None,
+    after: Any = None,
     workers: int = 0,
     pin_memory: bool = False,
     lengths: Any = None,
@@ -113,13 +114,15 @@ def privatize(
     seed: makes the run repeatable; the guarantee then does not hold against whoever knows the seed.
     secure_noise: noise from a cryptographic generator, hardened against floating-point attacks; needs rgp[secure].
     folder: where the ledger is kept on disk; without it, in memory.
+    after: earlier runs over the same people, as ledgers, runs or folders: epsilon and the budget count their releases too.
+        A model that a run of this process has trained needs it, or after=() where the data have nobody in common.
     lengths: one number per example (its tokens): examples of similar length then share a micro-batch, which saves padding.
         Which examples are in a batch, and what is released, do not depend on it.
     public_loss: for source="public": computes a loss of the model on public data, such as rgp.without_labels(...). It may
         use torch's random numbers; they are the same after a resume.
-    probe: once, before the first release, repeat the model's call with one example replaced, and refuse a model in which
-        that changes another example's activations; likewise collate_fn and augment in their first calls, and a loss that
-        couples examples. docs/pitfalls.md
+    probe: before its first batch, the loop is rehearsed with a few small ones: examples are replaced and left out, and if
+        that changes another example's gradient, the run is refused. Nothing of them is trained on; `run.step` returns False,
+        and `run.rehearsing` tells them from others. docs/pitfalls.md
     process_group: the torch.distributed processes that train together, by default all of them where torch.distributed is
         initialised. Every process makes this same call; the first one's weights are sent to the others. docs/distributed.md
     """
@@ -141,6 +144,9 @@ def privatize(
         lengths=lengths,
     )
     check_model(model)
+    if after is None:
+        check_first(model, dataset)
+    earlier = earlier_events(after)
     ranks = find_ranks(process_group)
     share_weights(ranks, model)
     plan = make_plan(model, method)
@@ -156,12 +162,15 @@ def privatize(
         steps=steps,
         clip=clip,
         max_batch=max_batch,
+        spent=[event for _, events in earlier for event in events],
     )
     mechanism.clip.groups([e.name for e in plan.trained])
     same = {**mechanism.to_json(), **loading.to_json(), "method": method, "secure_noise": secure_noise, "ema": ema}
-    check_same(ranks, {**same, **describe_optimizer(optimizer)})
+    check_same(ranks, {**same, **describe_optimizer(optimizer), **describe_dataset(ranks, dataset)})
     streams = share_streams(ranks, Streams.from_system() if seed is None else Streams.from_seed(seed))
-    header = {**mechanism.header(), "seed_known": streams.known, "secure_noise": secure_noise}
+    header = {**mechanism.header(), "seed_known": streams.known, "secure_noise": secure_noise, "run": streams.run_id}
+    if earlier:
+        header["after"] = [{"head": head, "events": [astuple(e) for e in events]} for head, events in earlier]
     return assemble(
         model,
         optimizer,
@@ -204,8 +213,6 @@ def assemble(
     if loading.microbatch_size is None:
         most = max(map(mechanism.batch_size, range(mechanism.steps)))
         loading = replace(loading, microbatch_size=min(most, DEFAULT_MICROBATCH))
-    if probe:
-        loading = replace(loading, collate_fn=apart(loading.collate_fn), augment=apart_rows(loading.augment))
     trained = TrainedModel(model, plan, views=loading.views, slot=slot)
     trained.sharding.check(
         public_loss=public_loss is not None,
@@ -227,10 +234,8 @@ def assemble(
         views=loading.views,
         loss_reduction=loading.loss_reduction,
     )
-    if not step.plain:
-        together = step.on_all_ranks if trained.sharding.active else None
-        step.vetting = Vetting(model, step.capture, streams, wanted=probe, all_ranks=together)
-    return Run(step, dataset, loading, streams)
+    remember(model, ledger, dataset)
+    return Run(step, dataset, loading, streams, rehearse=probe)
 
 
 def check_arguments(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rgp.distributed import Ranks, Traffic
 from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
+from rgp.files import remove
 from rgp.ledger import Ledger
 from rgp.loading import Loading
 from rgp.loop import Loop
@@ -28,9 +29,9 @@ from rgp.streams import Streams
 class Run:
     """A private training run: iterate over it for micro-batches, give each loss to `step`. Made by `privatize`."""
 
-    def __init__(self, step: Step, dataset: Any, loading: Loading, streams: Streams) -> None:
+    def __init__(self, step: Step, dataset: Any, loading: Loading, streams: Streams, *, rehearse: bool = True) -> None:
         self._step, self._streams = step, streams
-        self._loop = Loop(step, dataset, loading, streams)
+        self._loop = Loop(step, dataset, loading, streams, rehearse=rehearse)
         self.dataset, self.loading = dataset, loading
         self.secret_file: Path | None = None  # where rgp.checkpoint keeps the secret of the streams
         step.trained.take()
@@ -79,7 +80,7 @@ class Run:
             return
         self._loop.close()
         if self.secret_file is not None and self.finished:
-            self.secret_file.unlink(missing_ok=True)
+            remove(self.secret_file)
         self.ledger.close()
         self._step.update.close(warn=self.ranks.first)
         self._step.trained.give_back()
@@ -96,6 +97,12 @@ class Run:
         if error is not None:
             self._loop.leave_ranks(error)
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise WrongUseError(
+            "a run cannot be pickled or copied: it holds the secret of its noise, and its ledger. Save it with run.save(folder), "
+            "which keeps the secret in a file of its own, and go on with rgp.resume; the weights alone: model.state_dict()."
+        )
 
     # ------------------------------------------------------------------ what it is
 
@@ -160,6 +167,14 @@ class Run:
     def step_index(self) -> int:
         """Logical steps taken."""
         return self._step.index
+
+    @property
+    def rehearsing(self) -> bool:
+        """Whether this batch is one of the few small ones at the beginning with which the loop is checked, and not trained.
+
+        For loops that count examples or keep a mean of the loss. Between a batch and its `run.step`.
+        """
+        return self._loop.rehearsing
 
     @property
     def finished(self) -> bool:

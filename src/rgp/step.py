@@ -19,7 +19,9 @@ from torch import Tensor
 from rgp.capture import Capture
 from rgp.carriers import CarrierSearch
 from rgp.checks import guards
-from rgp.checks.vetting import Vetting
+from rgp.checks.kinks import check_kinks
+from rgp.checks.means import check_even
+from rgp.checks.rehearsal import Trial
 from rgp.checks.writes import Writes
 from rgp.clipping import Gradients
 from rgp.distributed import HERE, STOPS, RankReport
@@ -42,6 +44,7 @@ class Pass:
     view: int
     ends_part: bool  # the last view of its micro-batch
     ends_batch: bool
+    trial: Trial | None = None  # of a rehearsal: nothing of it is summed
 
     @property
     def examples(self) -> int:
@@ -78,7 +81,6 @@ class Step:
         self.gradients = Gradients(_groups(trained, mechanism), dtype=trained.dtype, device=trained.device)
         self.capture = Capture(trained.slot_of, sharded=trained.sharding.active)
         self.writes = Writes(trained.model)
-        self.vetting: Vetting | None = None
         self.observer = Observer()
         self.index = 0  # logical steps taken
         self.adapted: float | None = None  # C, where it follows a released quantile; None before the first step
@@ -112,8 +114,7 @@ class Step:
             self.gradients.begin_view()
         else:
             self.gradients.begin(current.examples)
-        if self.vetting is not None:
-            self.vetting.begin(current.examples)
+        self.capture.rehearsing = current.trial is not None
         if not self.plain:
             self.capture.begin(current.examples)
         self.capture.__enter__()
@@ -127,8 +128,6 @@ class Step:
         for name, weight in self._set_aside.items():
             self.trained.parameters[name].data = weight
         self._set_aside.clear()
-        if self.vetting is not None:
-            self.vetting.end()
 
     def unwatch(self) -> None:
         """The loop goes on, or ends."""
@@ -141,8 +140,13 @@ class Step:
     def backward(self, loss: Tensor, weights: Tensor, current: Pass) -> None:
         """The loop's loss -> per-example gradients; at the end of a micro-batch clip each example, and add it to the sum."""
         m = current.examples
-        if self.vetting is not None:
-            self.vetting.check(loss, m, self.index)
+        if not self.plain:
+            guards.check_leaves(loss, self.trained.slot_of)
+            check_even(loss, self.capture.uneven)
+            if (
+                current.trial is not None and not self.trained.sharding.active
+            ):  # it would gather weights, on this rank alone
+                check_kinks(loss, self.capture.outputs, m)
         guards.check_no_backward_yet(self.trained.slots)
         self.capture.in_backward = True
         try:
@@ -156,6 +160,9 @@ class Step:
         if current.counts or not self.plain:
             guards.check_captured(self.trained.parameters, self.trained.slots)
         self.writes.check()
+        if current.trial is not None:
+            current.trial.sketches = self.gradients.sketches()
+            return
         if current.ends_part and current.counts and not self.plain:
             self.observer.before_clipping(self.gradients, current.indices)
             self.gradients.clip_and_add()
@@ -166,6 +173,8 @@ class Step:
         """Noise, ledger, rebuild, optimizer: the release of one logical batch. stop: this rank wants to end the loop."""
         guards.check_optimizer(self.update.optimizer, self.trained.parameters, self.trained.names)
         clipped = self.gradients.take()
+        if clipped.examples:
+            self.search.check_public(self.index)
         sent = self.ranks.sent
         all_ranks = self.ranks.meet(self.report(STOPS if stop else HERE, clipped.bad_examples))
         if all_ranks.condition == STOPS:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from typing import Any
 
 import numpy as np
+
+from rgp.errors import WrongUseError
 
 PURPOSES = ("sampling", "noise", "carriers", "dropout")
 SECRET_BYTES = 32
@@ -50,10 +53,21 @@ class Streams:
         counter = np.array([0, part, attempt, step], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=self._keys[purpose], counter=counter))
 
-    def torch_seed(self, step: int, part: int) -> int:
+    def torch_seed(self, step: int, part: int, attempt: int = 0) -> int:
         """A seed for torch's own generator, which drives dropout. 63 bits; nothing private rests on it. Each rank's own."""
-        return int(self.generator("dropout", step, part=part + (self._rank << 48)).integers(0, 2**63 - 1))
+        return int(self.generator("dropout", step, attempt, part=part + (self._rank << 48)).integers(0, 2**63 - 1))
 
-    def loading_seed(self, step: int, part: int) -> int:
+    def loading_seed(self, step: int, part: int, attempt: int = 0) -> int:
         """A seed for what a dataset and its collate_fn draw at random (augmentation), per micro-batch."""
-        return self.torch_seed(step, part + 2**34)
+        return self.torch_seed(step, part + 2**34, attempt)
+
+    @property
+    def run_id(self) -> str:
+        """Tells runs apart in ledgers and checkpoints; says nothing of the secret."""
+        return hashlib.blake2b(self.secret, digest_size=8, person=b"run").hexdigest()
+
+    def __reduce__(self) -> Any:
+        raise WrongUseError(
+            "a run's random streams hold its secret, with which the noise can be taken away: they cannot be pickled or copied. "
+            "Save the run with run.save(folder), and go on with rgp.resume."
+        )

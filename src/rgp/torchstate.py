@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,36 @@ def kept_rng() -> Iterator[None]:
 
 
 @contextmanager
+def without_autocast() -> Iterator[None]:
+    """Autocast off on every device: gradients, norms and sums are computed in the precision that they have."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Products of float32 matrices as float32, whatever torch was told to allow: norms must not be below the truth."""
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        allowed = torch.get_float32_matmul_precision()
+        if allowed != "highest":
+            torch.set_float32_matmul_precision("highest")
+        convolutions, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+        try:
+            with without_autocast():
+                return function(*args, **kwargs)
+        finally:
+            torch.backends.cudnn.allow_tf32 = convolutions
+            if allowed != "highest":
+                torch.set_float32_matmul_precision(allowed)
+
+    return wrapped
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and afterwards every module's own mode again."""
     modes = {module: module.training for module in model.modules()}
@@ -59,6 +90,16 @@ def seed_others(seed: int) -> None:
     """Python's and numpy's generators, which augmentation may use."""
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def has_rows(leaf: Any, m: int) -> bool:
+    """Whether this is a tensor with a row for each of m examples."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == m
+
+
+def as_tree(batch: Any) -> Any:
+    """For torch's tree functions: Hugging Face's BatchEncoding is a mapping, but no dict."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -399,6 +399,7 @@ PRIVATE = group(
     mutant(
         "carriers from the data",
         "the power method looks at an example of the batch to come",
+        ("run.py", "step.trained.take()\n", "step.trained.take()\n        step.search.dataset = dataset\n"),
         (
             "carriers.py",
             "            weight=weight,\n            initial",

@@ -1,8 +1,9 @@
 """What has to hold for epsilon to be true, and is checked while a run trains.
 
-guards    a loss, a gradient, a model or an optimizer that is not as it must be
-vetting   model and loss keep the examples of a batch apart (probe.py, losses.py); collate_fn and augment: mixing.py
-writes    a forward pass changes no parameter and no buffer
-moved     what got noise is moved by the optimizer
-padding   an example's loss does not depend on how long the others are
+rehearsal  the loop's own body, asked with examples replaced: does one example move another's gradient?
+kinks      a hinge or a cap between examples, which may not be active yet
+means      a mean whose divisor depends on everybody's labels, in every batch
+guards     a loss, a gradient, a model or an optimizer that is not as it must be
+writes     a forward pass changes no parameter and no buffer
+moved      what got noise is moved by the optimizer
 """

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rgp.checks.means import leaves_of
 from rgp.errors import WrongUseError
 from rgp.slots import Slot
 from rgp.trained import TrainedModel
@@ -32,6 +33,18 @@ def loss_weights(loss: Any, m: int, reduction: str, *, views: int) -> Tensor:
             "the loss is not attached to the model: it was computed under no_grad, detached, or before this batch"
         )
     return torch.full_like(loss, (m if reduction == "mean" else 1) / views)
+
+
+def check_leaves(loss: Tensor, known: Mapping[int, Slot]) -> None:
+    """Refuse a loss in which a parameter takes part that is not the run's."""
+    leaves = leaves_of(loss)
+    foreign = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
+    if foreign and any(id(leaf) in known for leaf in leaves):
+        raise WrongUseError(
+            f"a parameter of shape {tuple(foreign[0].shape)} that is not the model's takes part in the loss: it would get a "
+            "gradient that is neither clipped nor noisy. Make it a part of the model (an attribute of the module) before "
+            "privatize, or freeze it with requires_grad_(False). Nothing of this batch was released."
+        )
 
 
 def check_no_backward_yet(slots: Mapping[str, Slot]) -> None:

@@ -210,7 +210,8 @@ class Session:
                     logits, labels = setup.logits_and_labels(model, batch, parts.device)
                     loss = setup.losses(logits, labels).mean()
                     run.step(loss)
-                    seen.add(loss, len(labels), run)
+                    if not run.rehearsing:
+                        seen.add(loss, len(labels), run)
                     if run.step_index > done:
                         now = time.monotonic()
                         due = run.step_index // self.eval_every > done // self.eval_every or run.finished

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rgp
 from helpers import seeded
-from rgp.checks import losses
+
 
 EXAMPLES, WEIGHTS = 12, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
 Loss = Callable[[nn.Module, list[Tensor]], Tensor]

@@ -1,0 +1,160 @@
+"""A mean whose divisor depends on everybody's labels: over tokens that are not ignored, over what a mask left.
+
+The rehearsal (rehearsal.py) asks the loop itself, once. Whether such a mean is uneven depends on the labels of each batch, so
+it is also looked for in every batch, among torch's own means: `check_even`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from rgp.errors import UnsupportedError
+
+_OF_LABELS = (F.cross_entropy, F.nll_loss)
+_NAN_MEANS = (torch.nanmean, torch.Tensor.nanmean)
+_LOSSES = tuple(  # whatever torch reduces by a mean
+    function
+    for name, function in vars(F).items()
+    if inspect.isfunction(function)
+    and {"input", "reduction"} <= set(inspect.signature(function).parameters)
+    and function not in _OF_LABELS
+)
+_OF_ENTRIES = (torch.mean, torch.Tensor.mean, *_LOSSES)
+MEANS = frozenset((*_OF_LABELS, *_OF_ENTRIES, *_NAN_MEANS))
+Output = tuple[GradientEdge, tuple[int, ...]]  # where gradients arrive at an operation's result, and its shape
+_CHOICES = ("Index", "IndexSelect", "MaskedSelect")  # some of the rows, by what is in them
+
+
+def outputs_of(result: Any) -> list[Output]:
+    """Where gradients arrive at an operation's results; without the tensors, which may be freed meanwhile."""
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [(get_gradient_edge(tensor), tuple(tensor.shape)) for tensor in tensors]
+
+
+def is_uneven(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of one of MEANS divides by a number that is not the same for all examples."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("reduction", "mean") != "mean" or _is_of_one_or_of_all(given["input"], m):
+        return False
+    if func in _NAN_MEANS:
+        if given["input"].numel() % m:
+            return True
+        counts = (~given["input"].isnan()).reshape(m, -1).sum(1)
+        return bool((counts != counts[0]).any())
+    if func in _OF_ENTRIES:
+        return bool(given["input"].numel() % m)
+    target, weight = given["target"], given.get("weight")
+    if target.is_floating_point():
+        return bool(len(target) % m)
+    if target.numel() % m or (weight is not None and bool((weight != weight[0]).any())):
+        return True
+    counts = (target != given.get("ignore_index", -100)).reshape(m, -1).sum(1)
+    return bool((counts != counts[0]).any())
+
+
+def _is_of_one_or_of_all(tensor: Tensor, m: int) -> bool:
+    """Whether a mean of this divides nobody's share by how many others there are.
+
+    It does not if all entries belong to one example (in a loop over them), nor if they are numbers that were put together,
+    each of them from all examples (the losses of two tasks).
+    """
+    found: set[int | str] = set()
+    waiting = [(get_gradient_edge(tensor), False)] if tensor.requires_grad else []
+    seen = set()
+    while waiting:
+        place, in_number = waiting.pop()
+        if (key := (place.node, place.output_nr, in_number)) in seen:
+            continue
+        seen.add(key)
+        shape = shape_at(place)
+        in_number = in_number or shape == ()
+        if (example := _example_of(place, m)) is not None:
+            found.add(example)
+        elif shape is not None and shape != () and prod(shape) % m == 0:
+            found.add("all" if in_number else "rows")
+        elif not (in_number or place.node.next_functions):
+            found.add("unknown")
+        elif in_number and kind_of(place.node) in _CHOICES:
+            found.add("rows")
+        else:
+            parents = place.node.next_functions
+            waiting += [(GradientEdge(parent, at), in_number) for parent, at in parents if parent is not None]
+    return len(found) == 1 and not found & {"rows", "unknown"}
+
+
+def _example_of(place: GradientEdge, m: int) -> int | None:
+    """Which one, where the rows of one example are cut out of one for each: x[i], x[i : i + 1], `for row in x`."""
+    node: Any = place.node
+    if getattr(node, "_saved_dim", None) != 0:
+        return None
+    kind, of_each = kind_of(node), tuple(getattr(node, "_saved_self_sym_sizes", ()))[:1] == (m,)
+    if kind == "Unbind" and len(node._input_metadata) == m:
+        return place.output_nr
+    if kind == "Select" and of_each:
+        return _signed(node._saved_index) % m
+    if kind == "Slice" and of_each and (shape_at(place) or ())[:1] == (1,):
+        return _signed(node._saved_start) % m
+    return None
+
+
+def _signed(index: int) -> int:
+    """Autograd keeps -1 as the largest number of 64 bits."""
+    return index - 2**64 if index >= 2**63 else index
+
+
+def check_even(loss: Tensor, uneven: Sequence[Node]) -> None:
+    """Raise if the loss is made of a mean that was found to be uneven."""
+    if uneven and _reaches(loss, uneven):
+        raise UnsupportedError(
+            "the loss is a mean in which examples do not count alike: its divisor depends on all examples' labels (those "
+            "that are not ignored, entries that a mask left, class weights), and so does each example's gradient. Reduce each on "
+            "its own: reduction='none' gives a loss for each label; take their sum or mean within each example, and .mean() over "
+            "the examples. Nothing of this batch was released. See docs/pitfalls.md."
+        )
+
+
+def kind_of(node: Node) -> str:
+    return node.name().removesuffix("Backward").rstrip("0123456789").removesuffix("Backward")
+
+
+def shape_at(place: GradientEdge) -> tuple[int, ...] | None:
+    metadata = getattr(place.node, "_input_metadata", ())
+    return tuple(metadata[place.output_nr].shape) if place.output_nr < len(metadata) else None
+
+
+def _reaches(loss: Tensor, nodes: Iterable[Node]) -> bool:
+    """Whether a backward pass comes to one of these nodes."""
+    wanted, seen, waiting = set(nodes), set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node in wanted:
+            return True
+        seen.add(node)
+        waiting += [parent for parent, _ in node.next_functions]
+    return False
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The tensors in whose .grad a backward pass would leave something."""
+    seen, waiting, found = set(), [loss.grad_fn], []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.append(variable)
+        waiting += [parent for parent, _ in node.next_functions]
+    return found
