@@ -28,7 +28,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not slow" -n 2 --dist worksteal
 
 torture: setup  # kill a training process at 50 random moments
 	$(BIN)/python tests/torture/kill.py --kills 50

@@ -10,6 +10,12 @@ import helpers
 torch.set_num_threads(1)
 
 
+def pytest_collection_finish() -> None:
+    """What the test files imported stays for good: collections, and the ones that tests ask for, pass over it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     helpers.write_errors()
 
