@@ -8,6 +8,7 @@ import torch
 import helpers
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("faults")
 
 
 def pytest_collection_finish() -> None:

@@ -15,11 +15,7 @@ from helpers import (
 )
 
 EXAMPLES = 5
-
-
 CARRIED = rgp.RGP(rank=2)
-
-
 EXACT = rgp.DPSGD()
 
 

@@ -48,8 +48,6 @@ OPTIMIZERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02),
     "groups": lambda p: torch.optim.Adam([{"params": [next(p)], "lr": 0.1}, {"params": list(p)}], lr=0.01),
 }
-
-
 SCHEDULERS = {
     None: lambda o: None,
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS),

@@ -19,11 +19,7 @@ def preset_names(pattern):
 
 
 BERT = preset_names(lambda n: "-bert-" in n)
-
-
 MINILM = preset_names(lambda n: n.startswith("sst2-minilm"))
-
-
 QUICK = ["sst2-minilm-rgp", "qnli-bert-dpsgd-eps1", "mnli-bert-rgp-np", "qqp-bert-linear-np"]
 
 
