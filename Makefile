@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint torture mutants gpu-check clean
+.PHONY: setup demo test test-slow lint torture mutants gpu-check clean
 
 setup: $(VENV)/.ready
 
@@ -28,7 +28,10 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not slow" -n 2 --dist worksteal
+
+test-slow: setup  # what `make test` leaves out: minutes each, or the long form of a test that is in it
+	$(BIN)/pytest -m slow -n 2 --dist worksteal
 
 torture: setup  # kill a training process at 50 random moments
 	$(BIN)/python tests/torture/kill.py --kills 50

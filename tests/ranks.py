@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import multiprocessing
 import os
 import tempfile
@@ -13,11 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import rgp
+from rgp.ledger import FILE
 
 TIMEOUT = 20.0  # of the group, in seconds
 SIZE = 40
@@ -196,3 +199,45 @@ def state_of(run: rgp.Run, **more: Any) -> dict[str, Any]:
         "never_used": run.never_used,
         **more,
     }
+
+
+# ---------------------------------------------------------------------- what they found
+
+
+def close(a: dict[str, np.ndarray], b: dict[str, np.ndarray], tolerance: float = 1e-10) -> bool:
+    return all(np.abs(a[name] - b[name]).max() <= tolerance for name in a)
+
+
+def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()][1:]
+
+
+def whole_run(
+    options: dict[str, Any], folder: Any = None, own_seed: bool = False, dropout: float = 0.0
+) -> dict[str, Any]:
+    """A whole run on this rank. `own_seed`: every rank begins with other weights."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, optimizer, data = parts(rank if own_seed else 0, dropout)
+    run = rgp.privatize(model, optimizer, data, folder=folder, **{**OPTIONS, **options})
+    with run:
+        ran = train(run)
+        return state_of(run, ran=ran, asked=data.asked, traffic=run.traffic)
+
+
+def kept(work: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    """What one process finds; asked again, the same answer."""
+    key = repr((work.__name__, args, sorted(options.items())))
+    if key not in _kept:
+        _kept[key] = launch(work, 1, *args, options)[0]
+    return _kept[key]
+
+
+_kept: dict[str, Any] = {}
+
+
+def alone_with(**options: Any) -> dict[str, Any]:
+    return kept(whole_run, **options)

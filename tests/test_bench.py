@@ -2,6 +2,7 @@
 
 import io
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rgp.bench import Settings, chart, command, contenders, harness, report, run_bench, scaling, workloads
-from rgp.bench.measure import MemoryMeter
+from rgp.bench.measure import MemoryMeter, seconds_of
 
 TOY = Settings(model="toy", batch=6, microbatch=2, seq=8, rank=2, repeats=2, threads=1, optimizer="sgd")
 ROW_KEYS = {"name", "seconds_per_step", "ratio_to_plain", "peak_bytes", "memory_ratio_to_plain"}
@@ -192,10 +193,24 @@ def test_an_axis_changes_one_size_of_the_stack(axis):
     assert settings.microbatch == settings.batch
 
 
+def bench_in_this_process(settings, names, say):
+    """What `run_bench` reports, without its processes: `toy_report` has those."""
+    say("in this process")
+    rows = []
+    for name in names:
+        built = contenders.build(name, settings, workloads.build(settings))
+        row = harness.empty_row(name) | {"seconds_per_step": seconds_of(built.step, "cpu"), "peak_bytes": 1}
+        rows.append(row | {"per_example_bytes": built.per_example_bytes()})
+        built.close()
+    machine = harness.describe_machine() | {"threads": settings.threads}
+    return {"rows": rows, "machine": machine, "commit": None, "date": "today"}
+
+
 @pytest.fixture(scope="module")
 def width_report():
     settings = Settings(model="stack:32", batch=4, microbatch=4, seq=8, rank=2, repeats=1, threads=1)
-    return scaling.run_scaling("width", settings, ["rgp"], [64, 128])
+    with mock.patch.object(scaling, "run_bench", bench_in_this_process):
+        return scaling.run_scaling("width", settings, ["rgp"], [64, 128])
 
 
 def test_per_example_gradients_of_rgp_grow_with_the_width_and_not_its_square(width_report):

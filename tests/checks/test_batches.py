@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rgp.checks.mixing import CALLS
 from torch import nn
 
 import rgp
 from helpers import seeded
-from rgp.checks.mixing import CALLS
 
 EXAMPLES = 24
 

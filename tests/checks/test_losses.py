@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import rgp
 from helpers import seeded
 
-
 EXAMPLES, WEIGHTS = 12, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
 Loss = Callable[[nn.Module, list[Tensor]], Tensor]
 

@@ -329,7 +329,7 @@ SAMPLING = group(
             "                if not parts:\n                    self._end_step()\n",
             "                if not parts:\n                    step.index, step.begun = step.index + 1, False\n",
         ),
-        by=("test_loop.py::test_empty_draws_are_steps_like_any_other", FUNCTION),
+        by=("test_odd_batches.py::test_empty_draws_are_steps_like_any_other", FUNCTION),
     ),
     mutant(
         "divided by the drawn size",
@@ -339,7 +339,7 @@ SAMPLING = group(
             "divisor = self.mechanism.batch_size(self.index)\n",
             "divisor = max(1, self.gradients.examples)\n",
         ),
-        by=("test_loop.py::test_the_divisor_is_the_public_batch_size_whatever_was_drawn", FUNCTION),
+        by=("test_odd_batches.py::test_the_divisor_is_the_public_batch_size_whatever_was_drawn", FUNCTION),
         fast=True,
     ),
     mutant(
@@ -373,7 +373,7 @@ SAMPLING = group(
         "a batch left out after a failure",
         "the loop goes on when run.step failed: one example decides over the others",
         ("loop.py", "        if self._failed:\n", "        if False:\n"),
-        by=("test_loop.py::test_a_swallowed_failure_does_not_leave_a_batch_out",),
+        by=("test_left_loops.py::test_a_swallowed_failure_does_not_leave_a_batch_out",),
     ),
 )
 
@@ -429,13 +429,13 @@ PRIVATE = group(
         "a gradient past the capture",
         "a parameter used outside the capture is trained with its plain gradient",
         ("checks/guards.py", "if parameter.grad is not None:", "if False:"),
-        by=("test_loop.py::test_a_parameter_that_goes_around_the_capture_is_refused",),
+        by=("test_guards.py::test_a_parameter_that_goes_around_the_capture_is_refused",),
     ),
     mutant(
         "examples that see each other",
         "a model that mixes examples is not refused",
         ("checks/vetting.py", "self.model_open = wanted  #", "self.model_open = False  #"),
-        by=("test_loop.py::test_a_model_that_mixes_examples_is_refused",),
+        by=("test_mixing_modules.py::test_a_model_that_mixes_examples_is_refused",),
     ),
     mutant(
         "mixup",
@@ -600,7 +600,7 @@ ACCOUNTING = group(
         "an older ledger believed",
         "a ledger that was rolled back behind the checkpoint is taken",
         ("ledger.py", "        if held != head:\n", "        if False:\n"),
-        by=("test_checkpoint.py::test_a_rolled_back_ledger_is_refused",),
+        by=("test_checkpoint_refused.py::test_a_rolled_back_ledger_is_refused",),
     ),
     mutant(
         "releases that were charged twice do not count",

@@ -1,0 +1,111 @@
+"""`rgp.check`: a right model passes, a wrong one is named, and the model is left alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import UserDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rgp
+from helpers import seeded
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+# -------- check
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.body, self.head = nn.Embedding(20, 12), nn.Linear(12, 12), nn.Linear(12, 5)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.body(self.table(ids))))
+
+
+def padded() -> dict[str, Tensor]:
+    lengths = torch.tensor([6, 2, 4, 1])
+    ids = torch.randint(1, 20, (4, 6), generator=seeded(3))
+    return {"ids": ids, "mask": torch.arange(6) < lengths[:, None], "tags": ids % 5}
+
+
+def over_all_tokens(model, batch):
+    losses = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["tags"], reduction="none")
+    return losses[batch["mask"]].mean()
+
+
+def over_each_example(model, batch):
+    losses = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["tags"], reduction="none")
+    return (losses * batch["mask"]).sum(1) / batch["mask"].sum(1)
+
+
+def test_check_agrees_with_a_right_model_and_leaves_it_alone():
+    model = Tagger()
+    state = copy.deepcopy(model.state_dict())
+    for method in (None, rgp.DPSGD(), rgp.RGP(rank=2, overrides={"table.weight": "exact"}, head_scale=0.1)):
+        result = rgp.check(model, padded(), over_each_example, loss_reduction="none", method=method)
+        assert result.ok, result
+        assert result.worst < 1e-12
+        assert set(result.errors) == {e.name for e in rgp.make_plan(model, method or rgp.RGP()).trained}
+        assert "exact" in str(result)
+        assert "body.weight" in str(result)
+    assert rgp.check(model, padded(), lambda m, b: over_each_example(m, b).mean()).ok
+    assert rgp.check(model, padded(), lambda m, b: over_each_example(m, b).sum(), loss_reduction="sum").ok
+    assert model.training
+    assert all(p.dtype == torch.float32 and p.requires_grad and p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_check_catches_a_loss_that_mixes_examples():
+    result = rgp.check(Tagger(), padded(), over_all_tokens)
+    assert not result.ok
+    assert result.worst > 0.1
+    assert "WRONG" in str(result)
+    assert "NOT exact" in str(result)
+
+
+def test_check_catches_a_wrong_reduction():
+    assert not rgp.check(Tagger(), padded(), lambda m, b: over_each_example(m, b).sum()).ok
+
+
+def test_check_in_the_models_own_precision():
+    assert rgp.check(Tagger(), padded(), lambda m, b: over_each_example(m, b).mean(), double=False).ok
+
+
+def test_check_with_an_example_without_gradient_and_a_mapping_that_is_no_dict():
+    def losses(model, batch):
+        return over_each_example(model, batch) * (batch["ids"][:, 0] != padded()["ids"][1, 0])
+
+    assert rgp.check(Tagger(), UserDict(padded()), losses, loss_reduction="none").ok
+
+
+def test_check_sees_a_parameter_that_goes_around_the_capture():
+    model = Tagger()
+    model.body.register_forward_hook(lambda layer, inputs, output: output + kept(layer, inputs[0]))
+
+    def kept(layer, x):  # an operation that is hidden from every mode
+        with torch._C.DisableTorchFunction():
+            return F.linear(x, layer.weight)
+
+    assert not rgp.check(model, padded(), over_each_example, loss_reduction="none").ok
+
+
+def test_check_does_not_take_nan_for_exact():
+    def undefined(model, batch):
+        return over_each_example(model, batch) / (batch["ids"][:, 0] != padded()["ids"][1, 0]).double().sqrt() * 0
+
+    result = rgp.check(Tagger(), padded(), undefined, loss_reduction="none")
+    assert not result.ok
+    assert result.worst == math.inf
+
+
+def test_check_needs_tensors():
+    with pytest.raises(ValueError, match="no tensor"):
+        rgp.check(Tagger(), ["text"], over_all_tokens)
