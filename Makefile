@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow lint torture mutants gpu-check clean
+.PHONY: setup demo test test-slow lint torture attack-suite mutants gpu-check clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,9 @@ test-slow: setup  # what `make test` leaves out: minutes each, or the long form 
 
 torture: setup  # kill a training process at 50 random moments
 	$(BIN)/python tests/torture/kill.py --kills 50
+
+attack-suite: setup  # scripts that once got an epsilon that is too small; each has to be refused, noticed or bounded
+	$(BIN)/pytest tests/hostile -m ""
 
 mutants: setup  # break the mechanism in one place at a time, and show which test notices; writes docs/mutants.md
 	$(BIN)/python tests/mutants/run.py --jobs 2

@@ -223,6 +223,7 @@ def whole_run(
     rank = dist.get_rank() if dist.is_initialized() else 0
     model, optimizer, data = parts(rank if own_seed else 0, dropout)
     run = rgp.privatize(model, optimizer, data, folder=folder, **{**OPTIONS, **options})
+    data.asked.clear()  # what ranks compared
     with run:
         ran = train(run)
         return state_of(run, ran=ran, asked=data.asked, traffic=run.traffic)

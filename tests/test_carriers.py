@@ -195,7 +195,7 @@ def data(seed: int) -> list[tuple[Tensor, int]]:
 def train(model: nn.Module, examples, **options) -> list[dict[str, tuple[Tensor, Tensor]]]:
     """The carriers of every step."""
     found = []
-    with privatize(model, examples, **{"steps": 4, **options}) as run:
+    with privatize(model, examples, **{"steps": 4, "probe": False, **options}) as run:
         for x, y in run:
             run.step(F.cross_entropy(model(x), y))
             found.append({name: (L.clone(), R.clone()) for name, (L, R) in run.carriers.items()})
@@ -243,7 +243,7 @@ def test_warm_up_then_the_source(source):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     initial = model[2].weight.detach().clone()
     method = rgp.RGP(rank=1, source=source, warmup_steps=2, power_iterations=60)
-    run = privatize(model, data(1), optimizer=optimizer, method=method, steps=5, clip=None)
+    run = privatize(model, data(1), optimizer=optimizer, method=method, steps=5, clip=None, probe=False)
     for step, (x, y) in enumerate(run):
         weight = model[2].weight.detach().clone()
         expected = weight

@@ -248,7 +248,7 @@ def test_a_line_that_cannot_be_written_stops_all_ranks(tmp_path):
 
 
 REFUSALS = {
-    "noise": "ValueError: sigmas is (0.5, ",
+    "noise": "ValueError: sigmas is [[0.5, ",
     "optimizer": "ValueError: the optimizer's settings is ",
     "data": "ValueError: dataset_size is 41 on rank 1, and 40 on rank 0",
     "model": "ValueError: the model's 'head.weight' is ([4, 12], 'torch.float64') on rank 1, and ([3, 12]",

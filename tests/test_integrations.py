@@ -390,9 +390,9 @@ def test_padding_that_counts_is_refused(tmp_path, kind):
         private = trainer(
             tmp_path, data=[{k: v for k, v in row.items() if k != "attention_mask"} for row in make_rows()]
         )
-    with pytest.raises(rgp.UnsupportedError, match="depends on the padding that a longer example brings"):
+    with pytest.raises(rgp.UnsupportedError, match=r"depends? on the padding that a longer example brings"):
         private.train()
-    assert not (tmp_path / "_privacy").exists()
+    assert private.run.ledger.count == 0
 
 
 def test_a_class_made_from_a_language_model_is_one(tmp_path):

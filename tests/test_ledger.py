@@ -313,7 +313,7 @@ def test_a_fork_of_the_process_cannot_release(tmp_path, on_disk):
 
 
 def test_going_on_in_the_same_loop_after_a_failure_is_refused(tmp_path, monkeypatch):
-    run = small_run(tmp_path, microbatch_size=40)
+    run = small_run(tmp_path, microbatch_size=40, probe=False)
 
     def broken(_handle):
         raise OSError(errno.EIO, "I/O error")

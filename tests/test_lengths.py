@@ -55,6 +55,7 @@ def test_sorting_changes_the_cost_and_not_the_result(bert_folder):
             seed=3,
             collate_fn=data.collate_fn,
             lengths=lengths,
+            probe=False,
         )
         tokens = 0
         for batch in run:

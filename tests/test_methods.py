@@ -44,6 +44,7 @@ def train(model: nn.Module, data: list, method: rgp.Method, *, lr: float = 1.0, 
         "clip": None,
         "seed": 3,
         "microbatch_size": 5,
+        "probe": False,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -324,7 +325,7 @@ def test_powersgd(kind, feedback):
         warnings.simplefilter("ignore")
         run = rgp.privatize(
             model, optimizer, data, method=kind(rank=2, error_feedback=feedback), batch_size=N, steps=3, noise_multiplier=0.0,
-            clip=clip, seed=0, microbatch_size=N,
+            clip=clip, seed=0, microbatch_size=N, probe=False,
         )  # fmt: skip
     run._step.update.power.state |= {
         f"{n}.Q": torch.randn(2, reference.get_parameter(n).shape[1]).double() for n in ("0.weight", "2.weight")

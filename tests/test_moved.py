@@ -25,7 +25,8 @@ class Lazy(torch.optim.SGD):
 
 def small_run(optimizer, model, **options):
     data = [(torch.randn(6, generator=seeded(i)), i % 2) for i in range(20)]
-    run = rgp.privatize(model, optimizer, data, noise_multiplier=1.0, batch_size=10, seed=0, **{"steps": 2, **options})
+    options = {"steps": 2, "after": (), **options}
+    run = rgp.privatize(model, optimizer, data, noise_multiplier=1.0, batch_size=10, seed=0, **options)
     with run:
         for x, y in run:
             run.step(nn.functional.cross_entropy(model(x), y))

@@ -79,7 +79,16 @@ def test_the_divisor_is_the_public_batch_size_whatever_was_drawn():
     initial = copy.deepcopy(model)
     drawn, states, carriers = [[]], [parameters_of(model)], []
     with privatize(
-        model, data, batch_size=3, steps=12, microbatch_size=2, clip=0.8, lr=0.1, seed=2, method=rgp.RGP(rank=2)
+        model,
+        data,
+        batch_size=3,
+        steps=12,
+        microbatch_size=2,
+        clip=0.8,
+        lr=0.1,
+        seed=2,
+        method=rgp.RGP(rank=2),
+        probe=False,
     ) as run:
         for batch in run:
             while len(states) <= run.step_index:  # empty draws before this one

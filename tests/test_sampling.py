@@ -141,6 +141,7 @@ def test_the_sampler_of_a_run_is_this_sampler():
         steps=steps,
         noise_multiplier=1.0,
         seed=0,
+        probe=False,
     )
     taken = np.zeros((steps, size), dtype=bool)
     for x in run:

@@ -140,6 +140,11 @@ class CarrierSearch:
             groups.setdefault(key, []).append(slot)
         if not groups:
             return
+        sides = method.sides_at(step)
+        if step % method.keep and all(slot.R.numel() for slots in groups.values() for slot in slots):
+            for slot in self._trained.carried.values():  # they stay; what is released of them may change
+                slot.set_carriers(slot.Lt, slot.R, sides)
+            return
         source = self.source(step)
         public = self._public_gradients(step) if source == "public" else {}
         rng = self._streams.generator("carriers", step)
@@ -147,7 +152,7 @@ class CarrierSearch:
             released = [self._released(slot.entry.name, public) for slot in slots]
             Lt, R = find_carriers(released, source=source, rank=rank, iterations=method.power_iterations, rng=rng)
             for i, slot in enumerate(slots):
-                slot.set_carriers(Lt[i], R[i], method.sides_at(step))
+                slot.set_carriers(Lt[i], R[i], sides)
 
     def source(self, step: int) -> str:
         """What carriers are found in: the weight, as long as the update or its momentum says nothing yet."""

@@ -357,7 +357,8 @@ def _method(saved: Mapping[str, Any], given: Method | None) -> Method:
     now = _method_to_json(given)
     if now["name"] != saved["name"]:
         raise ValueError(f"not the run that was saved: method is {now['name']}, and was {saved['name']}")
-    both = [(k, v, saved["fields"].get(k)) for k, v in now["fields"].items()]
+    defaults = _method_to_json(type(given)())["fields"]  # what an older version did not know had its default
+    both = [(k, v, saved["fields"].get(k, defaults[k])) for k, v in now["fields"].items()]
     different = [f"method's {k} is {v!r}, and was {before!r}" for k, v, before in both if v != before]
     if different:
         raise ValueError(f"not the run that was saved: {'; '.join(different)}")

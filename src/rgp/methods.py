@@ -64,6 +64,7 @@ class RGP(Method):
         "momentum" (the optimizer's), "public" (the gradient of a loss on public data) or "random".
     warmup_steps: steps that use the weight instead of history or momentum. None: a tenth of the run.
     power_iterations: K of Algorithm 2.
+    keep: steps for which carriers stay before they are found again.
     norm: what is clipped: "intrinsic" (the norm of the projected gradient) or "paper" (|dL|^2 + |dR|^2).
     """
 
@@ -85,6 +86,7 @@ class RGP(Method):
     warmup_steps: int | None = None
     power_iterations: int = 1
     norm: str = "intrinsic"
+    keep: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,6 +94,7 @@ class RGP(Method):
         check_one_of("source", self.source, SOURCES)
         check_one_of("norm", self.norm, NORMS)
         check_count("power_iterations", self.power_iterations, least=1)
+        check_count("keep", self.keep, least=1)
         if self.warmup_steps is not None:
             check_count("warmup_steps", self.warmup_steps, least=0)
         if isinstance(self.rank, Mapping):

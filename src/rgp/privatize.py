@@ -144,8 +144,6 @@ def privatize(
         lengths=lengths,
     )
     check_model(model)
-    if after is None:
-        check_first(model, dataset)
     earlier = earlier_events(after)
     ranks = find_ranks(process_group)
     share_weights(ranks, model)
@@ -165,6 +163,8 @@ def privatize(
         spent=[event for _, events in earlier for event in events],
     )
     mechanism.clip.groups([e.name for e in plan.trained])
+    if after is None and min(mechanism.sigmas) > 0:
+        check_first(model, dataset)
     same = {**mechanism.to_json(), **loading.to_json(), "method": method, "secure_noise": secure_noise, "ema": ema}
     check_same(ranks, {**same, **describe_optimizer(optimizer), **describe_dataset(ranks, dataset)})
     streams = share_streams(ranks, Streams.from_system() if seed is None else Streams.from_seed(seed))

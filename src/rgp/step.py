@@ -141,7 +141,7 @@ class Step:
         """The loop's loss -> per-example gradients; at the end of a micro-batch clip each example, and add it to the sum."""
         m = current.examples
         if not self.plain:
-            guards.check_leaves(loss, self.trained.slot_of)
+            guards.check_leaves(loss, self.trained)
             check_even(loss, self.capture.uneven)
             if (
                 current.trial is not None and not self.trained.sharding.active

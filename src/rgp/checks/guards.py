@@ -35,9 +35,12 @@ def loss_weights(loss: Any, m: int, reduction: str, *, views: int) -> Tensor:
     return torch.full_like(loss, (m if reduction == "mean" else 1) / views)
 
 
-def check_leaves(loss: Tensor, known: Mapping[int, Slot]) -> None:
-    """Refuse a loss in which a parameter takes part that is not the run's."""
-    leaves = leaves_of(loss)
+def check_leaves(loss: Tensor, trained: TrainedModel) -> None:
+    """Refuse a loss in which a parameter takes part that the run does not train."""
+    leaves, known = leaves_of(loss), trained.slot_of
+    frozen = {id(p): name for name, p in trained.parameters.items() if name not in trained.slots}
+    if name := next((frozen[id(leaf)] for leaf in leaves if id(leaf) in frozen), None):
+        _refuse_unfrozen(name)
     foreign = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
     if foreign and any(id(leaf) in known for leaf in leaves):
         raise WrongUseError(
@@ -45,6 +48,13 @@ def check_leaves(loss: Tensor, known: Mapping[int, Slot]) -> None:
             "gradient that is neither clipped nor noisy. Make it a part of the model (an attribute of the module) before "
             "privatize, or freeze it with requires_grad_(False). Nothing of this batch was released."
         )
+
+
+def _refuse_unfrozen(name: str) -> None:
+    raise WrongUseError(
+        f"parameter {name!r} is frozen by the plan and received a gradient, which is neither clipped nor noisy: its "
+        "requires_grad was changed in the loop. Set it before privatize, or use overrides."
+    )
 
 
 def check_no_backward_yet(slots: Mapping[str, Slot]) -> None:
@@ -60,10 +70,7 @@ def check_captured(parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) 
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             if name not in slots:
-                raise WrongUseError(
-                    f"parameter {name!r} is frozen by the plan and received a gradient, which is neither clipped nor noisy: its "
-                    "requires_grad was changed in the loop. Set it before privatize, or use overrides."
-                )
+                _refuse_unfrozen(name)
             raise WrongUseError(
                 f"parameter {name!r} was used outside the capture of this batch (before the loop, in another thread, or "
                 "in a cached tensor), so its gradient cannot be clipped per example. Compute the loss from the batch."

@@ -42,7 +42,7 @@ EXAMPLES = 8  # of a trial
 POOL = 24  # examples that are looked at for it
 OTHERS = 3  # times that half of them are replaced
 SEEDS = 24  # of copies: a layer that is left out once in twenty passes shows in one of them
-CORRELATED = 0.6  # between copies, over seeds, beyond which randomness is shared; 1 / sqrt(SEEDS) is chance
+DEALS = 4000  # of the copies to seeds, all of which have to be farther apart for randomness to count as shared
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative to an example's whole gradient
 COARSE = 1e-2
 OTHER_SHAPES = 100  # times as much rounding where a trial has other shapes
@@ -83,6 +83,10 @@ class Trial:
                         kept.append(sketch(leaf.detach().reshape(self.examples, -1))[:, :2])
 
 
+class CannotTellError(Exception):
+    """The rehearsal has nothing to compare."""
+
+
 class Rehearsal:
     """Asked by the loop: `for trial in rehearsal.trials(): ...`, which raises if examples are not kept apart.
 
@@ -103,12 +107,26 @@ class Rehearsal:
 
     def trials(self) -> Iterator[Trial]:
         """Each trial is yielded for the loop to work on it; it has its sketches when this goes on."""
-        items = self._items()
-        if not self._together(items is not None):
-            self.pending = False
+        try:
+            yield from self._ask()
+        except CannotTellError as error:
+            warnings.warn(
+                f"{error}, so it was not checked that the model, the loss and the batches keep examples apart, which epsilon "
+                "rests on. Check it once with rgp.check(model, batch, loss_fn): see docs/pitfalls.md."
+            )
+        self.pending = False
+
+    def _ask(self) -> Iterator[Trial]:
+        problem, items = None, []
+        try:
+            items = self._items()
+        except CannotTellError as error:
+            problem = error
+        if not self._together(len(items) > 1):
+            if problem is not None:
+                raise problem
             return
-        assert items is not None
-        m = min(EXAMPLES, len(items))
+        m = min(EXAMPLES, len(items), self._loading.microbatch_size or EXAMPLES)
         chosen, spare = list(range(m)), [*range(m, len(items)), *range(m)]
         natural = self._trial([items[i] for i in chosen])
         yield natural
@@ -128,7 +146,6 @@ class Rehearsal:
 
         fewer = self._trial([items[i] for i in chosen[: m - m // 2]])
         yield fewer
-        self._check_reduction(natural, fewer)
         yield from self._compare(natural, fewer, items, chosen, list(range(m - m // 2)))
 
         if not self._together(not natural.drew):
@@ -138,24 +155,26 @@ class Rehearsal:
                 yield copies
                 passes.append(_rows(copies.sketches))
             _check_shared(torch.stack(passes), self._tolerance)
-        self.pending = False
 
     # ------------------------------------------------------------------ the examples
 
-    def _items(self) -> list[Any] | None:
-        """Examples to rehearse with, the longest last; None, with a warning, if they cannot tell anything."""
+    def _items(self) -> list[Any]:
+        """Examples to rehearse with, the longest among the first; none if there is only one."""
         size = len(self._dataset)
         with seeded(self._seed(0)):
             indices = np.random.permutation(size)[:POOL].tolist()
             try:
                 items = [self._dataset[i] for i in indices]
             except Exception as error:
-                _warn_unchecked(f"dataset[i] failed in this process ({type(error).__name__}: {error})")
-                return None
+                raise CannotTellError(f"dataset[i] failed in this process ({type(error).__name__}: {error})") from error
+        finite = [
+            item for item in items if _is_finite(item)
+        ]  # a NaN in one place would be everywhere, and hide the rest
+        items = finite if len(finite) > 1 else items
+        if size == 1:
+            return []
         if all(_equal(items[0], item) for item in items[1:]):
-            if size > 1:
-                _warn_unchecked("the examples that were looked at are all alike")
-            return None
+            raise CannotTellError("the examples that were looked at are all alike")
         items.sort(key=_length)
         if len(items) > EXAMPLES:  # short ones, and the longest
             items = [*items[: EXAMPLES - 1], items[-1], *items[EXAMPLES - 1 : -1]]
@@ -166,9 +185,14 @@ class Rehearsal:
         collate = self._loading.collate_fn or default_collate
         with seeded(seed):
             before = _generators()
-            batch = collate([copy.deepcopy(item) for item in items])
-            if self._loading.augment is not None:
-                batch = self._loading.augment(batch)
+            try:
+                batch = collate([copy.deepcopy(item) for item in items])
+                if self._loading.augment is not None:
+                    batch = self._loading.augment(batch)
+            except (
+                Exception
+            ) as error:  # items that cannot be copied; an error of the functions themselves will come again
+                raise CannotTellError(f"no batch could be made of copies ({type(error).__name__}: {error})") from error
             drew = not _same_generators(before)
         return Trial(batch, len(items), seed, drew)
 
@@ -179,17 +203,19 @@ class Rehearsal:
     ) -> Iterator[Trial]:
         """Raise if an example that stayed has another gradient in the second trial."""
         same_shapes = _shapes(one.batch) == _shapes(two.batch)
-        moved, name = _moved(one.sketches, two.sketches, stayed)
+        moved, name = _moved(one.sketches, two.sketches, len(stayed))
         tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) * (1 if same_shapes else OTHER_SHAPES)
         # random numbers of another shape are others, for every example
         apart = moved <= tolerance or (one.drew and not same_shapes)
+        if moved > tolerance:
+            self._check_reduction(one, two)
         if self._together(apart):
             return
         again = self._trial([items[i] for i in chosen])
         yield again
         if apart:
             return  # it was another rank
-        if _moved(one.sketches, again.sketches, chosen)[0] > tolerance:
+        if _moved(one.sketches, again.sketches, len(chosen))[0] > tolerance:
             raise UnsupportedError(
                 "the loop gave other gradients for the same examples when it was asked again, under the same random numbers. It "
                 "keeps something of earlier batches (a queue, running statistics), or draws from a generator of its own: take "
@@ -204,12 +230,14 @@ class Rehearsal:
 
     def _check_reduction(self, natural: Trial, fewer: Trial) -> None:
         """A loss that is summed where a mean was promised, or the other way round, scales with the number of examples."""
-        rows = fewer.examples
-        norms = [_rows({k: s[:rows, :1] for k, s in t.sketches.items()}).norm(dim=1) for t in (natural, fewer)]
-        both = norms[0].isfinite() & norms[1].isfinite() & (norms[0] > 0) & (norms[1] > 0)
-        if not bool(both.any()) or natural.examples == fewer.examples:
+        if natural.examples == fewer.examples:
             return
-        ratio = float((norms[1][both] / norms[0][both]).median())
+        norms = [_rows(trial.sketches)[:, ::3].norm(dim=1) for trial in (natural, fewer)]
+        usual = [float(n[n.isfinite()].median()) if bool(n.isfinite().any()) else 0.0 for n in norms]
+        if not all(usual):
+            return
+        rows = fewer.examples  # the same examples, unless they were sorted
+        ratio = float((norms[1] / norms[0][:rows].clamp_min(1e-30)).median())
         expected = fewer.examples / natural.examples
         reduction = self._loading.loss_reduction
         scale, seen = (expected, "a sum over") if reduction == "mean" else (1 / expected, "divided by the number of")
@@ -220,13 +248,6 @@ class Rehearsal:
                 f"everybody's. Pass loss_reduction={'sum' if reduction == 'mean' else 'mean'!r}, or reduce the loss as promised. "
                 "Nothing was released."
             )
-
-
-def _warn_unchecked(why: str) -> None:
-    warnings.warn(
-        f"{why}, so it was not checked that the model, the loss and the batches keep examples apart, which epsilon rests on. "
-        "Check it once with rgp.check(model, batch, loss_fn): see docs/pitfalls.md."
-    )
 
 
 def _stage(one: Trial, two: Trial, stayed: list[int], same_shapes: bool, tolerance: float) -> str:
@@ -249,7 +270,10 @@ def _stage(one: Trial, two: Trial, stayed: list[int], same_shapes: bool, toleran
 def _advice(one: Trial, two: Trial, stayed: list[int], same_shapes: bool, tolerance: float) -> str:
     stage = _stage(one, two, stayed, same_shapes, tolerance)
     if stage.startswith(("collate_fn", "the loop")):
-        return "Mixup, cutmix, and statistics over the batch (its mean, its largest value) do that."
+        return (
+            "Mixup, cutmix, and statistics over the batch (its mean, its largest value) do that, and inputs without the examples "
+            "in their first dimension (batch_first=True)."
+        )
     if stage.startswith("the model"):
         return (
             "Batch statistics do that (rgp.fix(model) replaces batch norm; call .eval() on a frozen network or a teacher), and "
@@ -268,13 +292,12 @@ def _check_shared(passes: Tensor, tolerance: float) -> None:
     """passes (seeds, 2, K): the sketches of two copies of one example. Raise if they share what differs between seeds."""
     passes = passes.nan_to_num()
     scale = passes.norm(dim=2).amax().clamp_min(1e-30)
-    across = (passes - passes.mean(0, keepdim=True))[:, :, passes.std(0).amax(0) > tolerance * scale]
-    if across.numel() == 0:
+    spread = passes.flatten(0, 1).std(0)
+    informative = spread > tolerance * scale
+    if not bool(informative.any()):
         return  # whatever was drawn, gradients do not depend on it
-    apart = (passes[:, 0] - passes[:, 1]).abs().amax()
-    one, two = across[:, 0], across[:, 1]
-    correlation = (one * two).sum(0) / (one.norm(dim=0) * two.norm(dim=0)).clamp_min(1e-30)
-    if apart <= tolerance * scale or float(correlation.median()) > CORRELATED:
+    alike = bool((passes[:, 0] - passes[:, 1]).abs().amax() <= tolerance * scale)
+    if alike or _nearer_than_by_chance(passes[:, :, informative] / spread[informative]):
         raise UnsupportedError(
             "the examples of a batch share random numbers: two copies of one example came out alike under each of several "
             "seeds, and otherwise under others. A flip drawn once for a batch does that, or a layer that is left out for a whole "
@@ -284,6 +307,14 @@ def _check_shared(passes: Tensor, tolerance: float) -> None:
         )
 
 
+def _nearer_than_by_chance(passes: Tensor) -> bool:
+    """Whether two copies of one pass are nearer to each other than copies of different passes, by a permutation test."""
+    distances = torch.cdist(passes[:, 0], passes[:, 1]).square().numpy()
+    seeds, rng = np.arange(len(distances)), np.random.Generator(np.random.PCG64(0))
+    own = distances.trace()
+    return all(distances[seeds, rng.permutation(len(seeds))].sum() > own for _ in range(DEALS))
+
+
 # ---------------------------------------------------------------------- sketches
 
 
@@ -291,21 +322,22 @@ def _rows(sketches: Sketches) -> Tensor:
     return torch.cat(list(sketches.values()), 1)
 
 
-def _moved(one: Sketches, two: Sketches, stayed: list[int]) -> tuple[float, str]:
+def _moved(one: Sketches, two: Sketches, stayed: int) -> tuple[float, str]:
     """By how much the gradient of an example that stayed has changed, relative to its norm, and where most.
 
-    It is looked for among all gradients of the second trial: a collate_fn may sort the examples.
+    A collate_fn may sort the examples: so many gradients of the first trial have to be found again in the second.
     """
-    before, after = _rows(one)[stayed], _rows(two)
+    before, after = _rows(one), _rows(two)
     before, after = before[before.isfinite().all(1)], after[after.isfinite().all(1)]
-    if not (len(before) and len(after)):
+    stayed = min(stayed, len(before), len(after))
+    if not stayed:
         return 0.0, ""
     scale = before[:, ::3].norm(dim=1)  # the norms
     scale = (scale + 1e-6 * scale.amax() + 1e-30).view(-1, 1, 1)
     change = (before[:, None] - after[None]).abs() / scale
     nearest = change.amax(2).argmin(1)
     found = change[torch.arange(len(before)), nearest]
-    worst = int(found.amax(1).argmax())
+    worst = int(found.amax(1).argsort()[stayed - 1])
     return float(found[worst].max()), list(one)[int(found[worst].argmax()) // 3]
 
 
@@ -360,6 +392,10 @@ def _alike(x: Any, y: Any) -> bool:
         return type(x) is type(y) and bool(x == y)
     except (TypeError, ValueError, RuntimeError):
         return False
+
+
+def _is_finite(item: Any) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in _values(item) if isinstance(leaf, Tensor))
 
 
 def _length(item: Any) -> int:

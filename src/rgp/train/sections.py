@@ -21,7 +21,15 @@ IMAGE_MODELS = ("small-cnn", "tiny-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-
 IMAGES = ("digits", "cifar10", "svhn", "mnist", "fashion_mnist")
 TEXTS = ("sst2", "qnli", "qqp", "mnli")
 WEIGHTS = ("minilm", "mpnet")  # fetched by `rgp data get`
-CARRIED = ("rank", "sides", "source", "warmup_steps", "power_iterations", "norm")  # keys of methods with carriers
+CARRIED = (
+    "rank",
+    "sides",
+    "source",
+    "warmup_steps",
+    "power_iterations",
+    "norm",
+    "keep",
+)  # keys of methods with carriers
 
 
 def key(default: Any, allowed: Allowed, meaning: str) -> Any:
@@ -96,6 +104,7 @@ class MethodConfig:
     )
     warmup_steps: int | None = key(None, whole(0), "steps before history or momentum is used (a tenth of the run)")
     power_iterations: int | None = key(None, whole(1), "of the power method that finds the carriers (1)")
+    keep: int | None = key(None, whole(1), "steps for which carriers stay (1)")
     norm: str | None = key(None, choice("intrinsic", "paper"), "which norm is clipped (intrinsic)")
     head_scale: float = key(1.0, number(0, above=True), "multiplies the head's gradient before clipping")
     overrides: dict[str, Any] = key({}, treatments(), "parameter-name pattern: carried, exact, frozen or a rank")
