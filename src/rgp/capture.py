@@ -4,8 +4,10 @@ A TorchFunctionMode watches operations, not modules: the model is not wrapped, k
 F.linear are seen, in-place activations do not matter. The forward result is the plain one; the rule's backward computes
 the gradient of the inputs as always and, in place of the weight's gradient, per-example gradients into the slot.
 
-A trained parameter in an operation without a rule is an error. There is no silent path: parameters reach autograd only
-through rules, and after each backward pass the engine checks that none of them received an ordinary gradient.
+What is computed from parameters alone, before anything of the batch is met, is a form of them (rules/forms.py). A trained
+parameter in an operation without a rule is looped over (rules/fallback.py) or an error. There is no silent path:
+parameters reach autograd only through rules, and after each backward pass the engine checks that none of them received an
+ordinary gradient.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from rgp.errors import UnsupportedError, WrongUseError
 from rgp.losses import MEANS, Trail, is_uneven, outputs_of
-from rgp.rules import ANYTIME, RULES, TRANSPOSED
+from rgp.rules import ALIASES, ANYTIME, RULES, TRANSPOSED
+from rgp.rules.constants import Constants, tensors_in
 from rgp.rules.derived import derived
+from rgp.rules.fallback import loop, name_of
+from rgp.rules.forms import make_form
 from rgp.slots import Slot
 
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -39,15 +44,20 @@ class Capture(TorchFunctionMode):
     While it is on the stack it also refuses what would go around the engine: `loss.backward()` and gradient clipping.
     """
 
-    def __init__(self, slots: Mapping[int, Slot], *, sharded: bool = False) -> None:
+    def __init__(self, slots: Mapping[int, Slot], *, sharded: bool = False, model: nn.Module | None = None) -> None:
+        """model: whose buffers are known not to come from the batch."""
         super().__init__()
         self.sharded = sharded  # whether parameters are whole in the forward pass only
         self._slots = slots  # id of a parameter -> its slot
-        self._derived: dict[int, tuple[Tensor, Slot, bool]] = {}  # what stands for parameters in this micro-batch
+        self._derived: dict[int, tuple[Tensor, Slot, bool, int]] = {}  # what stands for parameters in this micro-batch
         self.examples: int | None = None
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
         self._forms: dict[Slot, Tensor | None] = {}  # as what a parameter was used: what was derived from it, or itself
+        self.constants = Constants(model)
+        self.looped: set[tuple[str, tuple[str, ...]]] = (
+            set()
+        )  # operations and parameters that the fallback was used for
         self.trail = Trail()  # of this micro-batch, for losses.py
         self.keeps_trail = False  # whether all of it is asked for
 
@@ -59,6 +69,7 @@ class Capture(TorchFunctionMode):
         self.examples = examples
         self.recomputes = False
         self._forget()
+        self.constants.begin()
 
     def end(self) -> None:
         self.examples = None
@@ -76,6 +87,7 @@ class Capture(TorchFunctionMode):
     def _forget(self) -> None:
         self._derived.clear()
         self._forms.clear()
+        self.constants.forget()
         self.trail.clear()
 
     def slot(self, tensor: Any) -> Slot | None:
@@ -86,11 +98,20 @@ class Capture(TorchFunctionMode):
         """(slot, whether the tensor is its parameter's transpose)."""
         if (slot := self._slots.get(id(tensor))) is not None:
             return slot, False
-        _, stands_for, transposed = self._derived.get(id(tensor), (None, None, False))
+        known = self._derived.get(id(tensor))
+        if known is None:
+            return None, False
+        _, stands_for, transposed, version = known
+        if tensor._version != version:
+            raise UnsupportedError(
+                f"something computed from parameter {stands_for.entry.name!r} was changed in place, so that it is not what the "
+                "rules take it for. Write it without the change: torch.where, torch.cat, y = x * mask."
+            )
         return stands_for, transposed
 
     def remember(self, tensor: Tensor, slot: Slot, transposed: bool) -> None:
-        self._derived[id(tensor)] = (tensor, slot, transposed)
+        """The tensor was computed from parameters alone, and the slot takes its per-example gradients."""
+        self._derived[id(tensor)] = (tensor, slot, transposed, tensor._version)
 
     def used_as(self, slot: Slot, form: Tensor | None) -> None:
         """Its parameter is used as it is (None), or as something that was derived from it: as one of them, not both."""
@@ -118,6 +139,7 @@ class Capture(TorchFunctionMode):
         if self.examples is None:
             return func(*args, **kwargs)
         result = self._operate(func, args, kwargs)
+        self.constants.note(func, args, kwargs, result)
         if (
             func in MEANS
             and result.requires_grad
@@ -130,43 +152,79 @@ class Capture(TorchFunctionMode):
         return result
 
     def _operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (
-            special := ANYTIME.get(func)
-        ) is not None:  # also without grad: a reentrant checkpoint will run it again with
+        met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
+        special = ANYTIME.get(func)
+        # also without grad: a reentrant checkpoint will run it again with
+        if special is not None and not (met and torch.is_grad_enabled()):
             self.recomputes = self.recomputes or not torch.is_grad_enabled() or _saved_tensors_hooks(False) is not None
             return special(self, func, args, kwargs)
         if not torch.is_grad_enabled():
             if not self.recomputes:  # a reentrant checkpoint runs forward like this; or it is an evaluation
-                self.recomputes = any(self.slot(operand) is not None for operand in _operands(args, kwargs))
+                self.recomputes = bool(met)
             return func(*args, **kwargs)
         if func in _BATCH_NORMS:
             _refuse_batch_statistics(func, args, kwargs)
-        met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
         if not met:
             return func(*args, **kwargs)
-        if (rule := RULES.get(func)) is not None:
-            again = _saved_tensors_hooks(False) is not None
-            self.recomputes = self.recomputes or again
-            if func is not derived:
-                for slot in (slot for operand in _operands(args, kwargs) if (slot := self._slots.get(id(operand)))):
-                    self.used_as(slot, None)
-            if func not in TRANSPOSED and any(self.find(operand)[1] for operand in _operands(args, kwargs)):
-                raise UnsupportedError(
-                    f"parameter {met[0].entry.name!r} was used transposed in {resolve_name(func) or func}, which has a rule only "
-                    "for parameters as they are. Freeze it, or keep it the other way round."
-                )
-            result = rule(self, func, args, kwargs)
-            if self.keeps_trail:
-                self.trail.add_outputs(result, again=again)
+        if func is derived:
+            return RULES[derived](self, func, args, kwargs)
+        result = NotImplemented
+        if func in ALIASES:
+            result = ALIASES[func](self, func, args, kwargs)
+        if result is NotImplemented and self._meets_no_batch(args, kwargs):
+            result = make_form(self, func, args, kwargs)
+        if result is not NotImplemented:
+            if any(leaf.requires_grad for leaf in tensors_in(result)):
+                self._used_as_they_are(args, kwargs)
+            return result
+        result = self._by_rule(func, args, kwargs)
+        if result is not NotImplemented:
             return result
         result = func(*args, **kwargs)
         # shapes, dtypes, detached copies and the like carry no gradient and need no rule
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):
+            return result
+        if any(slot.entry.fallback == "error" for slot in met):
             raise UnsupportedError(
-                f"parameter {met[0].entry.name!r} is trained but was used in {resolve_name(func) or func}, which has no rule "
-                f"for per-example gradients. Freeze it (overrides={{{met[0].entry.name!r}: 'frozen'}} in the method), or "
-                "register a rule: see docs/rules.md"
+                f"parameter {met[0].entry.name!r} is trained but was used in {name_of(func)}, which has no rule "
+                f"for per-example gradients. Freeze it (overrides={{{met[0].entry.name!r}: 'frozen'}} in the method), "
+                "register a rule (see docs/rules.md), or let the method loop over the examples: fallback='loop'"
             )
+        self._used_as_they_are(args, kwargs)
+        looped = loop(self, func, args, kwargs)
+        self._note_output(looped)
+        return looped
+
+    def _by_rule(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By the operation's rule; NotImplemented if it has none, or none for this way of calling it."""
+        rule = RULES.get(func)
+        turned = func not in TRANSPOSED and any(self.find(operand)[1] for operand in _operands(args, kwargs))
+        if rule is None or turned:
+            return NotImplemented
+        self._used_as_they_are(args, kwargs)
+        result = rule(self, func, args, kwargs)
+        if result is not NotImplemented:
+            self._note_output(result)
+        return result
+
+    def _used_as_they_are(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for operand in _operands(args, kwargs):
+            if (slot := self._slots.get(id(operand))) is not None:
+                self.used_as(slot, None)
+
+    def _note_output(self, result: Any) -> None:
+        again = _saved_tensors_hooks(False) is not None
+        self.recomputes = self.recomputes or again
+        if self.keeps_trail:
+            self.trail.add_outputs(result, again=again)
+
+    def _meets_no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return all(self.slot(t) is not None or t in self.constants for t in tensors_in((args, kwargs)))
+
+    def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """An operation that a rule is made of, as if the model had called it."""
+        result = self._operate(func, args, kwargs)
+        self.constants.note(func, args, kwargs, result)
         return result
 
 

@@ -2,6 +2,7 @@
 
 A rule is called in place of an operation that met a trained parameter: `rule(capture, func, args, kwargs) -> result`.
 It computes the ordinary result and arranges that the backward pass fills the slots of the trained parameters.
+A rule may return NotImplemented for a way of calling it that it does not know: then fallback.py steps in.
 `capture.slot(tensor)` is the slot of a trained parameter or None; `capture.examples` is the number of examples m.
 
 To add one, give `register` a function from an operation's inputs and output gradient to per-example gradients:
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 RULES: dict[Any, Callable[..., Any]] = {}
+ALIASES: dict[Any, Callable[..., Any]] = {}  # operations that give the parameter itself: its transpose, a cast
 TRANSPOSED: set[Any] = set()  # operations whose rules know what to do with a transposed parameter
 ANYTIME: dict[Any, Callable[..., Any]] = {}  # applied during capture whether or not a trained parameter takes part
 
@@ -32,6 +34,16 @@ def rule(*operations: Any, transposed: bool = False) -> Callable[[Callable[..., 
             RULES[operation] = function
             if transposed:
                 TRANSPOSED.add(operation)
+        return function
+
+    return add
+
+
+def alias(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register operations on a parameter alone, whose result the rules may take for the parameter or its transpose."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        ALIASES.update(dict.fromkeys(operations, function))
         return function
 
     return add
@@ -60,4 +72,4 @@ def register(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 def load() -> None:
     """Import the built-in rules; each registers itself."""
-    from rgp.rules import attention, conv, derived, dropout, elementwise, embedding, linear, norm  # noqa: F401
+    from rgp.rules import aliases, attention, conv, copies, derived, dropout, embedding, linear, norm  # noqa: F401

@@ -1,0 +1,46 @@
+"""Transposes and casts of a parameter: the rules know what to do with them, and need not know that they are not the parameter."""
+
+from __future__ import annotations
+
+import torch
+
+from rgp.rules import alias
+
+_T = torch.Tensor
+
+
+@alias(torch.t, _T.t, _T.T.__get__, _T.mT.__get__)  # type: ignore[attr-defined]
+def transpose(capture, func, args, kwargs):
+    slot, transposed = capture.find(args[0])
+    if len(slot.entry.shape) != 2:
+        return NotImplemented
+    return _remembered(capture, func(*args, **kwargs), slot, not transposed)
+
+
+@alias(torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes)
+def swap(capture, func, args, kwargs):
+    tensor, *dims = args
+    a, b = [*dims, *(kwargs[name] for name in ("dim0", "dim1", "axis0", "axis1") if name in kwargs)]
+    slot, transposed = capture.find(tensor)
+    if slot is None or len(slot.entry.shape) != 2:
+        return NotImplemented
+    return _remembered(capture, func(*args, **kwargs), slot, transposed == ((a - b) % 2 == 0))
+
+
+@alias(_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.type_as, _T.contiguous, torch.clone, _T.clone)
+def cast(capture, func, args, kwargs):
+    slot, transposed = capture.find(args[0])
+    if slot is None:
+        return NotImplemented
+    result = func(*args, **kwargs)
+    if not isinstance(result, torch.Tensor) or not result.requires_grad or result is args[0]:
+        return result
+    if result.is_complex() != args[0].is_complex():
+        return NotImplemented
+    return _remembered(capture, result, slot, transposed)
+
+
+def _remembered(capture, result, slot, transposed: bool):
+    if result.requires_grad:
+        capture.remember(result, slot, transposed)
+    return result
