@@ -54,7 +54,7 @@ class Capture(TorchFunctionMode):
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
         self._forms: dict[Slot, Tensor | None] = {}  # as what a parameter was used: what was derived from it, or itself
-        self.constants = Constants(model)
+        self.constants = Constants(model, lambda tensor: self.slot(tensor) is not None)
         self.looped: set[tuple[str, tuple[str, ...]]] = (
             set()
         )  # operations and parameters that the fallback was used for
@@ -112,6 +112,23 @@ class Capture(TorchFunctionMode):
     def remember(self, tensor: Tensor, slot: Slot, transposed: bool) -> None:
         """The tensor was computed from parameters alone, and the slot takes its per-example gradients."""
         self._derived[id(tensor)] = (tensor, slot, transposed, tensor._version)
+
+    def hand_on(self, result: Tensor, slot: Slot, transposed: bool) -> Tensor:
+        """What the model gets of something computed from parameters: a leaf, whose gradients go to the slot alone."""
+        value = result.detach().requires_grad_()
+        name = slot.entry.name
+
+        def refuse(leaf: Tensor) -> None:
+            if leaf.grad is not None:  # rules pass none on
+                raise WrongUseError(
+                    f"something computed from parameter {name!r} alone reached the loss outside the capture of its batch (kept "
+                    "from an earlier batch, used in another thread, or as the loss itself), so its gradient cannot be clipped "
+                    "per example."
+                )
+
+        value.register_post_accumulate_grad_hook(refuse)
+        self.remember(value, slot, transposed)
+        return value
 
     def used_as(self, slot: Slot, form: Tensor | None) -> None:
         """Its parameter is used as it is (None), or as something that was derived from it: as one of them, not both."""

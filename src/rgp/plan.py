@@ -292,4 +292,5 @@ def _head(model: nn.Module) -> nn.Module | None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             last = module
-    return last if last is not None and uses[id(last.weight)] == 1 else None
+    # a parametrized layer has no weight of its own
+    return last if last is not None and uses.get(id(last._parameters.get("weight"))) == 1 else None

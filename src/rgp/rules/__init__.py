@@ -72,4 +72,18 @@ def register(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 def load() -> None:
     """Import the built-in rules; each registers itself."""
-    from rgp.rules import aliases, attention, conv, copies, derived, dropout, embedding, linear, norm  # noqa: F401
+    from rgp.rules import (  # noqa: F401
+        aliases,
+        attention,
+        bags,
+        bilinear,
+        conv,
+        conv_transpose,
+        copies,
+        derived,
+        dropout,
+        embedding,
+        linear,
+        norm,
+        recurrent,
+    )

@@ -19,7 +19,7 @@ def transpose(capture, func, args, kwargs):
 
 @alias(torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes)
 def swap(capture, func, args, kwargs):
-    tensor, *dims = args
+    tensor, dims = args[0], list(args[1:])
     a, b = [*dims, *(kwargs[name] for name in ("dim0", "dim1", "axis0", "axis1") if name in kwargs)]
     slot, transposed = capture.find(tensor)
     if slot is None or len(slot.entry.shape) != 2:
@@ -41,6 +41,7 @@ def cast(capture, func, args, kwargs):
 
 
 def _remembered(capture, result, slot, transposed: bool):
-    if result.requires_grad:
-        capture.remember(result, slot, transposed)
-    return result
+    if not result.requires_grad:
+        return result
+    # a leaf: a form of both the parameter and its transpose (W - W.T) must not count the way from one to the other twice
+    return capture.hand_on(result, slot, transposed)

@@ -9,7 +9,8 @@ tensor kept in a global variable), a part of the batch never for a constant.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ _NUMBERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)  # constants if 
 class Constants:
     """Keeps track of the constants among the tensors of one micro-batch."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module | None, is_trained: Callable[[Tensor], bool]) -> None:
+        """is_trained: whether a tensor is a trained parameter, or was computed from such."""
+        self._model, self._is_trained = model, is_trained
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def begin(self) -> None:
@@ -69,7 +71,10 @@ class Constants:
         operands = list(tensors_in((args, kwargs)))
         if func in _NUMBERS:
             return not operands and isinstance(next(iter(args), None), (bool, int, float))
-        return bool(operands) and all(operand in self or self._was(operand, result) for operand in operands)
+        return bool(operands) and all(map(self._is_known, operands, repeat(result)))
+
+    def _is_known(self, operand: Tensor, result: Any) -> bool:
+        return operand in self or self._is_trained(operand) or self._was(operand, result)
 
     def _was(self, operand: Tensor, result: Any) -> bool:
         """Whether it was a constant before this operation changed it in place."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
-from rgp.errors import UnsupportedError, WrongUseError
+from rgp.errors import UnsupportedError
 from rgp.norms import EmbeddingUse
 from rgp.rules.constants import tensors_in
 from rgp.slots import DeferredSlot, Slot
@@ -83,13 +83,15 @@ class FormSlot(Slot):
         return bool(torch.equal(groups, groups[:1].expand_as(groups)))
 
     def _is_repeated(self) -> bool:
-        func = self._made_by[0]
-        grown = all(self._graph.numel() > tensor.numel() for tensor, _ in self._parents)
-        return (
-            grown
-            or func is F.embedding
-            or any(slot._is_repeated() for _, slot in self._parents if isinstance(slot, FormSlot))
-        )
+        func, args, kwargs = self._made_by
+        rows, parents = len(self._graph), [tensor for tensor, _ in self._parents]
+        if func is F.embedding or any(slot._is_repeated() for _, slot in self._parents if isinstance(slot, FormSlot)):
+            return True
+        if any(tensor.dim() and len(tensor) == rows for tensor in parents):  # they may be its own rows
+            return False
+        constants = [t for t in tensors_in((args, kwargs)) if all(t is not tensor for tensor in parents)]
+        grown = all(self._graph.numel() > tensor.numel() for tensor in parents)
+        return grown or any(t.dim() and len(t) == rows for t in constants)
 
     def _lookup(self) -> tuple[DeferredSlot, Tensor, Tensor] | None:
         """Of a large table with the same ids for all examples: its slot, the ids, and which of them count."""
@@ -133,8 +135,17 @@ def _products(graph: Tensor, inputs: list[Tensor], gradients: Tensor) -> tuple[T
 def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """func(*args, **kwargs), all of whose tensors are trained parameters, forms and constants."""
     # its own hooks: an activation checkpoint must not drop what is needed here, it will not compute it again
-    with saved_tensors_hooks(lambda x: x, lambda x: x):
-        result = func(*args, **kwargs)
+    try:
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if "in-place operation" not in str(error):
+            raise
+        name = next(slot for t in tensors_in((args, kwargs)) if (slot := capture.slot(t)) is not None).entry.name
+        raise UnsupportedError(
+            f"something computed from parameter {name!r} was changed in place, which the rules cannot follow. Write it without "
+            "the change: torch.where, torch.cat, y = x * mask."
+        ) from error
     parents: dict[int, tuple[Tensor, Slot]] = {}
     for operand in tensors_in((args, kwargs)):
         slot, transposed = capture.find(operand)
@@ -152,10 +163,7 @@ def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
                 f"parameter {name!r} is sharded by fully_shard and was used in {getattr(func, '__name__', func)} before it met "
                 "the batch, which needs the whole of it in the backward pass. Freeze it, or let every rank hold the model."
             )
-        value = leaf.detach().requires_grad_()
-        value.register_post_accumulate_grad_hook(_refuse_stray(parents))
-        capture.remember(value, FormSlot(leaf, list(parents.values()), (func, args, kwargs)), False)
-        return value
+        return capture.hand_on(leaf, FormSlot(leaf, list(parents.values()), (func, args, kwargs)), False)
 
     return tree_map(hand_on, result)
 
@@ -169,17 +177,3 @@ class TurnedSlot(Slot):
 
     def add_dense(self, gradients: Tensor) -> None:
         self._slot.add_dense(gradients.mT)
-
-
-def _refuse_stray(parents: dict[int, tuple[Tensor, Slot]]) -> Any:
-    name = next(iter(parents.values()))[1].entry.name
-
-    def refuse(value: Tensor) -> None:
-        if value.grad is None:  # rules pass none on
-            return
-        raise WrongUseError(
-            f"something computed from parameter {name!r} alone reached the loss outside the capture of its batch (kept from an "
-            "earlier batch, used in another thread, or as the loss itself), so its gradient cannot be clipped per example."
-        )
-
-    return refuse
