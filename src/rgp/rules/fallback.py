@@ -54,6 +54,8 @@ def loop(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not lead or lead % m:
         raise _refusal(func, names, f"gives a result of shape {tuple(whole.shape)}, which has no rows for {m} examples")
 
+    if lead != m and m in whole.shape[1:-1] and m > 1:
+        raise _refusal(func, names, f"gives a result of shape {tuple(whole.shape)}, whose {m} examples are not first")
     k = lead // m
 
     def inputs_of(i: int, sliced: set[int]) -> list[Tensor]:

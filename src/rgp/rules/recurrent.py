@@ -49,7 +49,7 @@ _CELLS = {torch.lstm_cell: _lstm, torch.gru_cell: _gru, torch.rnn_tanh_cell: _ta
 
 @rule(*_STEPS)
 def recurrent(capture, func, args, kwargs):
-    if kwargs or len(args) != 9 or not isinstance(args[8], bool) or isinstance(args[2], tuple):
+    if kwargs or len(args) != 9:
         return NotImplemented
     if isinstance(args[1], Tensor) and not args[1].is_floating_point():
         name = next(slot.entry.name for weight in args[3] if (slot := capture.slot(weight)) is not None)
