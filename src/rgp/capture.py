@@ -26,11 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from rgp.errors import UnsupportedError, WrongUseError
 from rgp.losses import MEANS, Trail, is_uneven, outputs_of
-from rgp.rules import ALIASES, ANYTIME, RULES, TRANSPOSED
+from rgp.rules import ALIASES, ANYTIME, PICKED, RULES, TRANSPOSED
 from rgp.rules.constants import Constants, tensors_in
 from rgp.rules.derived import derived
 from rgp.rules.fallback import loop, name_of
 from rgp.rules.forms import make_form
+from rgp.rules.owners import Owned, Owners
 from rgp.slots import Slot
 
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -55,6 +56,7 @@ class Capture(TorchFunctionMode):
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
         self._forms: dict[Slot, Tensor | None] = {}  # as what a parameter was used: what was derived from it, or itself
         self.constants = Constants(model, lambda tensor: self.slot(tensor) is not None)
+        self.owners = Owners()
         self.looped: set[tuple[str, tuple[str, ...]]] = (
             set()
         )  # operations and parameters that the fallback was used for
@@ -88,6 +90,7 @@ class Capture(TorchFunctionMode):
         self._derived.clear()
         self._forms.clear()
         self.constants.forget()
+        self.owners.clear()
         self.trail.clear()
 
     def slot(self, tensor: Any) -> Slot | None:
@@ -156,7 +159,7 @@ class Capture(TorchFunctionMode):
         if self.examples is None:
             return func(*args, **kwargs)
         result = self._operate(func, args, kwargs)
-        self.constants.note(func, args, kwargs, result)
+        self._note(func, args, kwargs, result)
         if (
             func in MEANS
             and result.requires_grad
@@ -188,7 +191,7 @@ class Capture(TorchFunctionMode):
         result = NotImplemented
         if func in ALIASES:
             result = ALIASES[func](self, func, args, kwargs)
-        if result is NotImplemented and self._meets_no_batch(args, kwargs):
+        if result is NotImplemented and self._meets_no_batch(func, args, kwargs):
             result = make_form(self, func, args, kwargs)
         if result is not NotImplemented:
             if any(leaf.requires_grad for leaf in tensors_in(result)):
@@ -207,6 +210,7 @@ class Capture(TorchFunctionMode):
                 f"for per-example gradients. Freeze it (overrides={{{met[0].entry.name!r}: 'frozen'}} in the method), "
                 "register a rule (see docs/rules.md), or let the method loop over the examples: fallback='loop'"
             )
+        self._refuse_picked(func, args, kwargs)
         self._used_as_they_are(args, kwargs)
         looped = loop(self, func, args, kwargs)
         self._note_output(looped)
@@ -215,6 +219,8 @@ class Capture(TorchFunctionMode):
     def _by_rule(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """By the operation's rule; NotImplemented if it has none, or none for this way of calling it."""
         rule = RULES.get(func)
+        if self.owners and func not in PICKED:
+            self._refuse_picked(func, args, kwargs)
         turned = func not in TRANSPOSED and any(self.find(operand)[1] for operand in _operands(args, kwargs))
         if rule is None or turned:
             return NotImplemented
@@ -223,6 +229,15 @@ class Capture(TorchFunctionMode):
         if result is not NotImplemented:
             self._note_output(result)
         return result
+
+    def _refuse_picked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for operand in tensors_in((args, kwargs)):
+            if self.owners.of(operand) is not None:
+                name = next(slot for t in _operands(args, kwargs) if (slot := self.slot(t)) is not None).entry.name
+                raise UnsupportedError(
+                    f"parameter {name!r} met rows that an index had picked out of the batch, in {name_of(func)}, whose rule "
+                    "knows examples in their order only. Freeze it, or use linear layers and elementwise operations there."
+                )
 
     def _used_as_they_are(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for operand in _operands(args, kwargs):
@@ -235,14 +250,33 @@ class Capture(TorchFunctionMode):
         if self.keeps_trail:
             self.trail.add_outputs(result, again=again)
 
-    def _meets_no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return all(self.slot(t) is not None or t in self.constants for t in tensors_in((args, kwargs)))
+    def _meets_no_batch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensors = tensors_in((args, kwargs))
+        if func is Tensor.__getitem__:  # weight[e]: one number, wherever it is from, says which part it is and no more
+            tensors = (t for t in tensors if t.dim() or t.is_floating_point())
+        return not any(map(self._is_of_batch, tensors))
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """An operation that a rule is made of, as if the model had called it."""
         result = self._operate(func, args, kwargs)
-        self.constants.note(func, args, kwargs, result)
+        self._note(func, args, kwargs, result)
         return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        assert self.examples is not None
+        self.constants.note(func, args, kwargs, result)
+        self.owners.note(func, args, kwargs, result, self.examples, self._is_of_batch)
+
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        return self.slot(tensor) is None and tensor not in self.constants
+
+    def rows(self, *tensors: Tensor) -> int | Owned:
+        """Whose rows these have: the number of examples, if they come first, or the owners of rows that were picked."""
+        assert self.examples is not None
+        found = [owned for tensor in tensors if self.owners and (owned := self.owners.of(tensor)) is not None]
+        if len({id(owned) for owned in found}) > 1:
+            raise UnsupportedError("rows that were picked out of the batch in two different ways met in one operation")
+        return found[0] if found else self.examples
 
 
 def _operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -23,17 +23,23 @@ from typing import Any
 RULES: dict[Any, Callable[..., Any]] = {}
 ALIASES: dict[Any, Callable[..., Any]] = {}  # operations that give the parameter itself: its transpose, a cast
 TRANSPOSED: set[Any] = set()  # operations whose rules know what to do with a transposed parameter
+PICKED: set[Any] = set()  # operations whose rules know what to do with rows picked out of the batch (owners.py)
 ANYTIME: dict[Any, Callable[..., Any]] = {}  # applied during capture whether or not a trained parameter takes part
 
 
-def rule(*operations: Any, transposed: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a full rule for these operations. transposed: it uses `capture.find`, and so minds transposed parameters."""
+def rule(
+    *operations: Any, transposed: bool = False, picked: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a full rule for these operations. transposed: it uses `capture.find`, and so minds transposed parameters.
+    picked: it uses `capture.rows`, and so minds rows that an index picked."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         for operation in operations:
             RULES[operation] = function
             if transposed:
                 TRANSPOSED.add(operation)
+            if picked:
+                PICKED.add(operation)
         return function
 
     return add

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from rgp.errors import UnsupportedError
 from rgp.rules import ANYTIME, rule
 from rgp.rules.forms import FormSlot, TurnedSlot, on_diagonal
+from rgp.rules.owners import Owned
 from rgp.slots import Slot
 
 _T = torch.Tensor
@@ -38,10 +39,13 @@ class _Copies(torch.autograd.Function):
         return None, None, None, None
 
 
-def copies(capture: Any, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+def copies(capture: Any, value: Tensor, shape: tuple[int, ...], rows: int | Owned | None = None) -> Tensor:
+    """The value expanded to `shape`, examples first; rows: the owners of the first dimension, if it was picked."""
     slot, transposed = capture.find(value)
     if transposed:
         slot = TurnedSlot(slot)
+    if isinstance(rows, Owned) and (value.dim() < len(shape) or value.shape[0] == 1):
+        return _Copies.apply(value, tuple(shape), slot, rows)
     m = capture.examples
     check_lead(tuple(shape), m, value.dim(), slot)
     with_rows = m > 1 and value.dim() == len(shape) and value.shape[0] != 1
@@ -66,14 +70,16 @@ def check_lead(shape: tuple[int, ...], m: int, features: int, slot: Slot) -> Non
         )
 
 
-def add_summed(slot: Slot, g: Tensor, m: int, shape: tuple[int, ...]) -> None:
+def add_summed(slot: Slot, g: Tensor, m: int | Owned, shape: tuple[int, ...]) -> None:
     """Give `slot` the per-example gradients of a tensor of `shape` whose copies (m k, ...) have the gradient g."""
     dtype = torch.float32 if g.dtype in (torch.float16, torch.bfloat16) else g.dtype
     if g.dim() == 0:
         g = g.reshape(1)
     wide = (1,) * (g.dim() - len(shape)) + tuple(shape)
-    lead = m if m > 1 or g.shape[0] == 1 or wide[0] == 1 else 1
-    g = g.reshape(lead, -1, *g.shape[1:])  # (m, k, ...)
+    if isinstance(m, Owned):
+        g, m = m.padded(g), m.m  # (m, k, ...)
+    else:
+        g = g.reshape(m, -1, *g.shape[1:])
     axes = [i + 1 for i in range(1, len(wide)) if wide[i] == 1 and g.shape[i + 1] != 1]
     if wide[0] != 1 and m > 1:
         rows = g.sum(axes, keepdim=True, dtype=dtype) if axes else g.to(dtype)
@@ -106,7 +112,7 @@ _ELEMENTWISE = [
 ]
 
 
-@rule(*dict.fromkeys(_ELEMENTWISE), transposed=True)
+@rule(*dict.fromkeys(_ELEMENTWISE), transposed=True, picked=True)
 def elementwise(capture, func, args, kwargs):
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     of_batch = [t for t in tensors if capture.slot(t) is None and t not in capture.constants]
@@ -118,8 +124,14 @@ def elementwise(capture, func, args, kwargs):
     if in_place and capture.slot(args[0]) is not None:
         return NotImplemented
 
+    rows = capture.rows(*of_batch)
+
     def own(value: Any) -> Any:
-        return copies(capture, value, shape) if isinstance(value, Tensor) and capture.slot(value) is not None else value
+        return (
+            copies(capture, value, shape, rows)
+            if isinstance(value, Tensor) and capture.slot(value) is not None
+            else value
+        )
 
     return func(*map(own, args), **{k: own(v) for k, v in kwargs.items()})
 

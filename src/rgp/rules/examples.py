@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from rgp.errors import UnsupportedError
+from rgp.rules.owners import Owned
 from rgp.slots import Slot
 
 
-def by_example(x: Tensor, m: int, features: int, slot: Slot) -> Tensor:
-    """x as (m, T, *last `features` dimensions), examples first.
+def by_example(x: Tensor, m: int | Owned, features: int, slot: Slot) -> Tensor:
+    """x as (m, T, *last `features` dimensions), examples first. m: their number, or the owners of rows that were picked.
 
     Dimension 0 is the examples, or a flattening with the examples outermost (GPT-2's (m T, d), multiple choice's
     (m c, T, d)). A layout with positions first, as in nn.Transformer without batch_first, is recognised where its
@@ -18,6 +19,8 @@ def by_example(x: Tensor, m: int, features: int, slot: Slot) -> Tensor:
     """
     lead = x.shape[: x.dim() - features]
     tail = x.shape[x.dim() - features :]
+    if isinstance(m, Owned):
+        return m.padded(x).reshape(m.m, -1, *tail)
     if m == 1:
         return x.reshape(1, -1, *tail)
     if lead and lead[0] == m:

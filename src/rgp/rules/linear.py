@@ -71,16 +71,16 @@ def product(capture, x: Tensor, weight: Tensor, bias: Tensor | None, *, transpos
     if is_transpose:
         weight, transposed = weight.t(), not transposed
     frozen_bias = bias if bias is None or bias_slot is None else bias.detach()
-    return _MatMul.apply(x, weight, frozen_bias, slot, bias_slot, transposed, capture.examples)
+    return _MatMul.apply(x, weight, frozen_bias, slot, bias_slot, transposed, capture.rows(x))
 
 
-@rule(F.linear, transposed=True)
+@rule(F.linear, transposed=True, picked=True)
 def linear(capture, func, args, kwargs):
     x, weight, bias = _bind(("input", "weight", "bias"), args, kwargs)
     return product(capture, x, weight, bias, transposed=True)
 
 
-@rule(torch.addmm, torch.Tensor.addmm, transposed=True)
+@rule(torch.addmm, torch.Tensor.addmm, transposed=True, picked=True)
 def addmm(capture, func, args, kwargs):
     bias, x, weight = _bind(("input", "mat1", "mat2"), args, kwargs)
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1 or capture.slot(x) is not None:
@@ -88,7 +88,9 @@ def addmm(capture, func, args, kwargs):
     return product(capture, x, weight, bias, transposed=False)
 
 
-@rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, transposed=True)
+@rule(
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, transposed=True, picked=True
+)
 def matmul(capture, func, args, kwargs):
     x, weight = _bind(("input", "mat2" if "mat2" in kwargs else "other"), args, kwargs)
     slot, _ = capture.find(weight)
