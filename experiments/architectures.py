@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-EXAMPLES, LENGTH, SIDE, WAVE = 3, 7, 32, 1600
+EXAMPLES, LENGTH, SIDE, WAVE = 3, 8, 32, 1600
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
 TASKS = {
     "text": ("SEQUENCE_CLASSIFICATION", "CAUSAL_LM", "MASKED_LM"),
@@ -92,6 +92,21 @@ LISTS: dict[str, list[Any]] = {
     "conv_kernel": [10, 8],
     "feature_layers": [1],
 }
+_SWIN = {"depths": [1, 1], "num_heads": [1, 2], "embed_dim": 8, "window_size": 4, "num_layers": 2}
+_BAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2}
+OVERRIDES: dict[str, dict[str, Any]] = {  # where sizes by name do not fit together
+    **dict.fromkeys(("SwinForImageClassification", "Swinv2ForImageClassification"), _SWIN),
+    "DonutSwinForImageClassification": _SWIN,
+    "BitForImageClassification": {"num_groups": 4},
+    "LevitForImageClassification": {"image_size": 64, "key_dim": [4, 4, 4], "drop_path_rate": 0},
+    "CodeGenForCausalLM": {"n_head": 4, "rotary_dim": 4},
+    "DeepseekV2ForSequenceClassification": {"num_experts_per_tok": 2, "n_routed_experts": 4, "topk_method": "greedy"},
+    "EsmForSequenceClassification": {"vocab_size": 48},
+    "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
+    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 8, "n_groups": 2},
+    **dict.fromkeys(("BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM"), _BAMBA),
+    "GPTJForSequenceClassification": {"rotary_dim": 4},
+}
 
 
 def architectures() -> dict[str, tuple[str, str]]:
@@ -137,6 +152,8 @@ def build(name: str) -> torch.nn.Module:
     kind = getattr(transformers, name)
     config = kind.config_class()
     shrink(config)
+    for option, value in OVERRIDES.get(name, {}).items():
+        setattr(config, option, value)
     config.num_labels = 3
     config._experts_implementation = "eager"  # the grouped product has no float64
     torch.manual_seed(0)
@@ -157,6 +174,8 @@ def inputs(kind: str, model: torch.nn.Module) -> dict[str, Tensor]:
     if kind == "audio":
         return {model.main_input_name: torch.randn(EXAMPLES, WAVE, generator=generator, dtype=torch.float64)}
     ids = torch.randint(4, 40, (EXAMPLES, LENGTH), generator=generator)
+    end = getattr(model.config, "eos_token_id", None)
+    ids[:, -1] = end if isinstance(end, int) else 2  # which some classifiers look for
     return {"input_ids": ids, "decoder_input_ids": ids.flip(1)} if kind == "text to text" else {"input_ids": ids}
 
 
@@ -288,8 +307,9 @@ def main() -> None:
     args = parser.parse_args()
     import transformers
 
-    import rgp  # noqa: F401  (imported once, before processes are forked)
+    from rgp import checking, rules  # noqa: F401  (imported once, before processes are forked)
 
+    rules.load()
     transformers.logging.set_verbosity_error()
     known = architectures()
     only = args.only.split(",") if args.only else list(known)

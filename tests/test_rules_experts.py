@@ -74,6 +74,29 @@ def test_tokens_sent_to_experts(way, seed, method):
     assert len(found.errors) == 10
 
 
+def test_tokens_sorted_by_expert_and_cut_into_pieces(method):
+    """As in JetMoE and Granite: all tokens in the order of their experts, one product each, and back."""
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.up = nn.Linear(WIDTH, EXPERTS), nn.Parameter(0.3 * torch.randn(EXPERTS, WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.reshape(-1, WIDTH)
+            best, chosen = self.router(flat).softmax(-1).max(-1)
+            order = chosen.argsort(stable=True)
+            sizes = chosen.bincount(minlength=EXPERTS).tolist()
+            pieces = flat[order].split(sizes, dim=0)
+            y = torch.cat([(piece @ self.up[e])[..., ::2] for e, piece in enumerate(pieces)], dim=0)
+            out = torch.zeros_like(flat)[:, ::2].index_add(0, order, y * best[order][:, None])
+            return out.view(len(x), -1)
+
+    torch.manual_seed(0)
+    found = rgp.check(Sorted(), batch(), losses, method=method)
+    assert found.ok, str(found)
+
+
 WAYS = {
     "sorted": lambda self, rows: self.lin(rows.sort(0).values),
     "turned round": lambda self, rows: self.lin(rows.flip(0)),

@@ -102,6 +102,9 @@ FORMS = {
     "einsum": lambda self, x: torch.einsum("btd,hkd->bthk", x, self.W.view(2, 4, 8)),
     "einsum, two parameters": lambda self, x: torch.einsum("btd,kd,kc->btc", x, self.W, self.V),
     "einsum, steps first": lambda self, x: torch.einsum("ibd,kd->bik", x[:, :3].transpose(0, 1), self.W),
+    "in place before it meets the batch": lambda self, x: x * F.relu((self.W[:4] * 2).mul_(3).add_(1), inplace=True),
+    "shaped as": lambda self, x: x * self.W[:4].expand_as(x) + self.W[4].expand_as(x),
+    "standardised": lambda self, x: F.linear(x, F.batch_norm(self.W.view(1, 8, 8), None, None, training=True).view(8, 8)),
     "gate": lambda self, x: torch.sigmoid(self.W[0, 0]) * x + (1 - torch.sigmoid(self.W[0, 0])) * x.square(),
     "complex": lambda self, x: torch.fft.irfft(
         torch.fft.rfft(x, dim=1) * torch.view_as_complex(self.W[:3, :].view(3, 4, 2).repeat(1, 2, 1)), n=4, dim=1
@@ -262,6 +265,16 @@ def test_a_form_that_was_changed_in_place_is_refused():
     def forward(self, x):
         weight = self.W.clone()
         weight[0] = 0
+        return F.linear(x, weight)
+
+    with pytest.raises(rgp.UnsupportedError, match=r"'W' was changed in place"):
+        check(Calls(forward, W=matrix(8, 8)), 4, 8, method=METHODS["dpsgd"])
+
+
+def test_a_form_that_is_used_after_it_was_changed_is_refused():
+    def forward(self, x):
+        weight = self.W * 2
+        weight.mul_(3)
         return F.linear(x, weight)
 
     with pytest.raises(rgp.UnsupportedError, match=r"'W' was changed in place"):

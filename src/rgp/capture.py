@@ -116,6 +116,10 @@ class Capture(TorchFunctionMode):
         """The tensor was computed from parameters alone, and the slot takes its per-example gradients."""
         self._derived[id(tensor)] = (tensor, slot, transposed, tensor._version)
 
+    def forbid(self, tensor: Tensor) -> None:
+        """From now on, using this form is an error: the model takes it for something that it is not."""
+        self._derived[id(tensor)] = (*self._derived[id(tensor)][:3], -1)
+
     def hand_on(self, result: Tensor, slot: Slot, transposed: bool) -> Tensor:
         """What the model gets of something computed from parameters: a leaf, whose gradients go to the slot alone."""
         value = result.detach().requires_grad_()
@@ -182,7 +186,7 @@ class Capture(TorchFunctionMode):
             if not self.recomputes:  # a reentrant checkpoint runs forward like this; or it is an evaluation
                 self.recomputes = bool(met)
             return func(*args, **kwargs)
-        if func in _BATCH_NORMS:
+        if func in _BATCH_NORMS and any(map(self._is_of_batch, tensors_in(args[:1] or kwargs.get("input")))):
             _refuse_batch_statistics(func, args, kwargs)
         if not met:
             return func(*args, **kwargs)

@@ -263,7 +263,8 @@ def _kinds(model: nn.Module) -> dict[int, tuple[Kind, str]]:
 
 
 def _kind(module: nn.Module, leaf: str, name: str, parameter: Tensor) -> tuple[Kind, str]:
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    named_so = "embedding" in type(module).__name__.lower() and leaf == "weight" and parameter.dim() == 2
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or named_so:
         return "embedding", "embedding"
     if any(word in name for word in _TOKENS):
         return "token", "learned token, position or relative bias"

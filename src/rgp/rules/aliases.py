@@ -40,6 +40,16 @@ def cast(capture, func, args, kwargs):
     return _remembered(capture, result, slot, transposed)
 
 
+@alias(_T.expand_as, _T.view_as, _T.reshape_as)
+def shaped_as(capture, func, args, kwargs):
+    """Of the other tensor, which may well come from the batch, only the shape is used."""
+    tensor, other = args
+    if capture.slot(tensor) is None:
+        return NotImplemented
+    same = {_T.expand_as: _T.expand, _T.view_as: _T.view, _T.reshape_as: _T.reshape}[func]
+    return capture.run(same, tensor, tuple(other.shape))
+
+
 def _remembered(capture, result, slot, transposed: bool):
     if not result.requires_grad:
         return result

@@ -186,15 +186,18 @@ def paired_product(capture, func, args, kwargs):
 def attention(capture, func, args, kwargs):
     names = ("query", "key", "value", "attn_mask")
     given = {**dict(zip((*names, "dropout_p", "is_causal"), args, strict=False)), **kwargs}
-    dims = max(given[name].dim() for name in names[:3])
+    of_batch = [x for name in names[:3] if capture.slot(x := given[name]) is None]
+    if not of_batch:
+        return NotImplemented
+    lead, dims = len(of_batch[0]), of_batch[0].dim()
     for name in names:
         value = given.get(name)
         if value is None or capture.slot(value) is None:
             continue
         shape = (1,) * (dims - value.dim()) + tuple(value.shape)
-        if shape[0] not in (1, capture.examples):
+        if shape[0] not in (1, lead):
             return NotImplemented
-        given[name] = copies(capture, value, (capture.examples, *shape[1:]))
+        given[name] = copies(capture, value, (lead, *shape[1:]))
     return ANYTIME[func](capture, func, (), given)
 
 

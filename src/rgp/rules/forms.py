@@ -87,6 +87,8 @@ class FormSlot(Slot):
         rows, parents = len(self._graph), [tensor for tensor, _ in self._parents]
         if func is F.embedding or any(slot._is_repeated() for _, slot in self._parents if isinstance(slot, FormSlot)):
             return True
+        if func in _EXPANSIONS and _is_copied(parents[0], self.entry.shape):
+            return True
         if any(tensor.dim() and len(tensor) == rows for tensor in parents):  # they may be its own rows
             return False
         constants = [t for t in tensors_in((args, kwargs)) if all(t is not tensor for tensor in parents)]
@@ -132,12 +134,20 @@ def _products(graph: Tensor, inputs: list[Tensor], gradients: Tensor) -> tuple[T
             return tuple(None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True))
 
 
+def _is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    by_name = (name.endswith("_") and not name.endswith("__")) or name in ("__iadd__", "__isub__", "__imul__")
+    return by_name or kwargs.get("inplace") is True or (name in ("relu", "silu", "gelu", "elu") and True in args[1:])
+
+
 def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """func(*args, **kwargs), all of whose tensors are trained parameters, forms and constants."""
+    # a form that is changed in place: the model goes on with the result, as nn.ReLU(inplace=True) does, and not with the form
+    changed = args[0] if _is_in_place(func, args, kwargs) and isinstance(capture.slot(args[0]), FormSlot) else None
     # its own hooks: an activation checkpoint must not drop what is needed here, it will not compute it again
     try:
         with saved_tensors_hooks(lambda x: x, lambda x: x):
-            result = func(*args, **kwargs)
+            result = func(*args, **kwargs) if changed is None else func(changed.clone(), *args[1:], **kwargs)
     except RuntimeError as error:
         if "in-place operation" not in str(error):
             raise
@@ -151,6 +161,8 @@ def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         slot, transposed = capture.find(operand)
         if slot is not None:
             parents[id(operand)] = (operand, TurnedSlot(slot) if transposed else slot)
+    if changed is not None:
+        capture.forbid(changed)
 
     def hand_on(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:

@@ -30,6 +30,7 @@ _ELEMENTWISE = (
 )
 _KEEPS_ROWS = frozenset((*_ACTIVATIONS.split(), *_ELEMENTWISE.split()))
 _ALONG = ("chunk", "split", "unbind", "mean", "sum", "softmax", "cat", "unsqueeze", "squeeze", "norm", "var")  # by dim
+_PRODUCTS = ("matmul", "__matmul__", "mm")
 _BACK = (_T.index_add_, _T.index_add, torch.index_add, _T.index_put_, _T.index_put, _T.__setitem__)
 _LOOKS = ("shape", "dtype", "device", "size", "dim", "requires_grad", "numel", "is_floating_point", "ndim", "__get__")
 
@@ -104,11 +105,36 @@ class Owners:
         if not known or name in _LOOKS:
             return
         owned = self._known[id(known[0])][1]
+        if owned is not None and self._cut(func, name, args, kwargs, result, owned):
+            return
         same = all(self._known[id(t)][1] is owned for t in known)
         keeps = name in _KEEPS_ROWS or (name in _ALONG and _dim(args, kwargs) not in (0, None))
+        keeps = (
+            keeps or (name in _PRODUCTS and known[0] is args[0]) or (func is _T.__getitem__ and _is_of_columns(args[1]))
+        )
         for leaf in tensors_in(result):
             n = -1 if owned is None else len(owned.example)
             self._set(leaf, owned if same and keeps and leaf.dim() and len(leaf) == n else None)
+
+    def _cut(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any, owned: Owned) -> bool:
+        """Picked rows that are cut into pieces, one after the other, or pieces that are put together again."""
+        pieces = list(tensors_in(result))
+        if name in ("split", "chunk") and _dim(args, kwargs) == 0:
+            start = 0
+            for piece in pieces:
+                self._set(piece, Owned(owned.example[start : start + len(piece)], owned.m))
+                start += len(piece)
+            return True
+        if func is _T.__getitem__ and isinstance(args[1], slice):
+            self._set(pieces[0], Owned(owned.example[args[1]], owned.m))
+            return True
+        if name in ("cat", "concat") and (_dim(args, kwargs) or 0) == 0:
+            parts = [self._known[id(t)][1] if self.is_picked(t) else None for t in tensors_in(args)]
+            known = [part for part in parts if part is not None]
+            if len(known) == len(parts):
+                self._set(pieces[0], Owned(torch.cat([part.example for part in known]), owned.m))
+                return True
+        return False
 
     def _put_back(self, func: Any, args: tuple[Any, ...], m: int) -> None:
         """Rows are written into `target`: into their own examples' rows, or nothing is known of it any more."""
@@ -157,6 +183,12 @@ class Owners:
             if owned is not None and torch.equal(owned.example, example):
                 return self._set(result, owned)
         return self._set(result, Owned(example, m))
+
+
+def _is_of_columns(index: Any) -> bool:
+    """Whether x[index] has all rows of x."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    return first is Ellipsis or first == slice(None)
 
 
 def _dim(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
