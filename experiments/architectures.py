@@ -212,7 +212,7 @@ def examine(kind: str, name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     try:
         model = build(name)
-        model = rgp.fix(model)
+        model = rgp.fix(model, groups=4)
         batch = {**inputs(kind, model), "weight": torch.linspace(0.5, 2, EXAMPLES, dtype=torch.float64)}
         plain = loss(model, batch)
         assert bool(plain.isfinite()) and plain.requires_grad, "the loss is not finite"

@@ -42,6 +42,8 @@ class Experts(nn.Module):
             rows = torch.where(chosen == e)[0]
             if self.way == "mask":
                 sent = flat[chosen == e]
+            elif self.way == "with a new dimension":
+                sent = flat[None, rows].reshape(-1, WIDTH)
             elif self.way == "index_select":
                 sent = flat.index_select(0, rows)
             else:
@@ -66,7 +68,7 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(3))  # with numbers of rows that are multiples of the examples among them
-@pytest.mark.parametrize("way", ["index", "index_select", "mask", "assigned"])
+@pytest.mark.parametrize("way", ["index", "index_select", "mask", "assigned", "with a new dimension"])
 def test_tokens_sent_to_experts(way, seed, method):
     torch.manual_seed(seed)
     found = rgp.check(Experts(way), batch(seed), losses, method=method)

@@ -31,6 +31,7 @@ _ELEMENTWISE = (
 _KEEPS_ROWS = frozenset((*_ACTIVATIONS.split(), *_ELEMENTWISE.split()))
 _ALONG = ("chunk", "split", "unbind", "mean", "sum", "softmax", "cat", "unsqueeze", "squeeze", "norm", "var")  # by dim
 _PRODUCTS = ("matmul", "__matmul__", "mm")
+_RESHAPES = ("reshape", "view", "flatten", "squeeze")
 _BACK = (_T.index_add_, _T.index_add, torch.index_add, _T.index_put_, _T.index_put, _T.__setitem__)
 _LOOKS = ("shape", "dtype", "device", "size", "dim", "requires_grad", "numel", "is_floating_point", "ndim", "__get__")
 
@@ -75,7 +76,7 @@ class Owners:
         if not self.is_picked(tensor):
             return None
         owned = self._known[id(tensor)][1]
-        if owned is None:
+        if owned is None or len(tensor) != len(owned.example):
             raise UnsupportedError(
                 f"an activation of shape {tuple(tensor.shape)} was made of rows that an index had picked out of the batch, by an "
                 "operation after which it is not known which example they belong to. Freeze what is trained on it (experts, "
@@ -112,8 +113,11 @@ class Owners:
         keeps = (
             keeps or (name in _PRODUCTS and known[0] is args[0]) or (func is _T.__getitem__ and _is_of_columns(args[1]))
         )
+        n = -1 if owned is None else len(owned.example)
+        shape = known[0].shape
+        # (n, ...) -> (n, ...), or (1, n, ...) -> (n, ...)
+        keeps = keeps or (name in _RESHAPES and (shape[:1] == (n,) or shape[:2] == (1, n)))
         for leaf in tensors_in(result):
-            n = -1 if owned is None else len(owned.example)
             self._set(leaf, owned if same and keeps and leaf.dim() and len(leaf) == n else None)
 
     def _cut(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any, owned: Owned) -> bool:
@@ -169,7 +173,15 @@ class Owners:
             return self._set(result, None)
         owners = owner_of[index.nonzero()[:, 0]] if index.dtype == torch.bool else owner_of[index]
         rows = owners.flatten(1) if owners.dim() > 1 else owners.unsqueeze(1)
-        if not result.dim() or not rows.shape[1] or len(rows) != len(result) or bool((rows != rows[:, :1]).any()):
+        # x[None, index] has them in its second dimension
+        first = (
+            -1
+            if not result.dim()
+            else result.shape[1]
+            if result.shape[:1] == (1,) and result.dim() > 1
+            else len(result)
+        )
+        if not result.dim() or not rows.shape[1] or len(rows) != first or bool((rows != rows[:, :1]).any()):
             return self._set(result, None)
         example = rows[:, 0]
         if (
@@ -201,7 +213,7 @@ def _picked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     """(source, index) of an operation that picks rows by a tensor."""
     if func is _T.__getitem__:
         source, index = args
-        first = index[0] if isinstance(index, tuple) and index else index
+        first = next((i for i in index if i is not None), None) if isinstance(index, tuple) else index
         if isinstance(first, Tensor) and first.dim() and isinstance(source, Tensor):
             return source, first
     elif func in (torch.index_select, _T.index_select):
