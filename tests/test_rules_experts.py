@@ -99,6 +99,27 @@ def test_tokens_sorted_by_expert_and_cut_into_pieces(method):
     assert found.ok, str(found)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_an_expert_with_one_token(tokens, method):
+    """Also as many tokens as examples have, and fewer."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = self.head(x).reshape(-1, WIDTH)
+            rows = x[..., 0].flatten().argsort(descending=True)[:tokens] if len(x) > 1 else self.rows(x)
+            return flat.index_add(0, rows, self.lin(flat[rows])).view_as(x)
+
+        def rows(self, x: Tensor) -> Tensor:  # the same choice, for an example alone
+            return torch.where(torch.isin(x[0, :, 0], batch()[0][..., 0].flatten().topk(tokens).values))[0]
+
+    found = rgp.check(One(), batch(), losses, method=method)
+    assert found.ok, str(found)
+
+
 WAYS = {
     "sorted": lambda self, rows: self.lin(rows.sort(0).values),
     "turned round": lambda self, rows: self.lin(rows.flip(0)),

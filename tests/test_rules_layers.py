@@ -228,6 +228,31 @@ def test_rows_of_a_table_by_ids_of_the_batch(method):
         check(Prototypes(), torch.randint(7, (EXAMPLES, 3), generator=seeded(4)), method=method)
 
 
+class Reader(nn.Module):
+    """Attention of learned queries to the batch, and of the batch to learned keys; of other sizes, with a joint bias."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.query, self.memory = nn.Parameter(torch.randn(1, 2, 8)), nn.Parameter(torch.randn(1, 3, 6))
+        self.read = nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=batch_first)
+        self.recall = nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def turned(t: Tensor) -> Tensor:
+            return t if self.batch_first else t.transpose(0, 1)
+
+        query, memory = (turned(t.expand(len(x), -1, -1)) for t in (self.query, self.memory))
+        y = self.read(query, turned(x), turned(x))[0]
+        return turned(self.recall(y, memory, memory)[0])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("length", [3, EXAMPLES])
+def test_attention_with_learned_queries_and_keys(length, batch_first, method):
+    check(Reader(batch_first), normal(length, 6), method=method)
+
+
 # -------- what has no rule
 
 

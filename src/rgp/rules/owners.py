@@ -173,15 +173,8 @@ class Owners:
             return self._set(result, None)
         owners = owner_of[index.nonzero()[:, 0]] if index.dtype == torch.bool else owner_of[index]
         rows = owners.flatten(1) if owners.dim() > 1 else owners.unsqueeze(1)
-        # x[None, index] has them in its second dimension
-        first = (
-            -1
-            if not result.dim()
-            else result.shape[1]
-            if result.shape[:1] == (1,) and result.dim() > 1
-            else len(result)
-        )
-        if not result.dim() or not rows.shape[1] or len(rows) != first or bool((rows != rows[:, :1]).any()):
+        fits = result.shape[:1] == (len(rows),) or result.shape[:2] == (1, len(rows))  # the latter: x[None, index]
+        if not fits or not rows.shape[1] or bool((rows != rows[:, :1]).any()):
             return self._set(result, None)
         example = rows[:, 0]
         if (
