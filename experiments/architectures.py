@@ -11,6 +11,7 @@ time limit. Models that cast to float32 on the way are kept in float64, or round
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import multiprocessing
 import re
@@ -212,9 +213,9 @@ def examine(kind: str, name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     try:
         model = build(name)
-        model = rgp.fix(model, groups=4)
+        model = rgp.fix(model, groups=2)
         batch = {**inputs(kind, model), "weight": torch.linspace(0.5, 2, EXAMPLES, dtype=torch.float64)}
-        plain = loss(model, batch)
+        plain = loss(copy.deepcopy(model), batch)  # which may keep something of it
         assert bool(plain.isfinite()) and plain.requires_grad, "the loss is not finite"
     except Exception as error:
         return {"verdict": "unbuilt", "why": _line(error)}

@@ -101,7 +101,6 @@ FORMS = {
     "augmented assignment": lambda self, x: _augmented(self, x),
     "einsum": lambda self, x: torch.einsum("btd,hkd->bthk", x, self.W.view(2, 4, 8)),
     "einsum, two parameters": lambda self, x: torch.einsum("btd,kd,kc->btc", x, self.W, self.V),
-    "einsum, steps first": lambda self, x: torch.einsum("ibd,kd->bik", x[:, :3].transpose(0, 1), self.W),
     "in place before it meets the batch": lambda self, x: x * F.relu((self.W[:4] * 2).mul_(3).add_(1), inplace=True),
     "shaped as": lambda self, x: x * self.W[:4].expand_as(x) + self.W[4].expand_as(x),
     "standardised": lambda self, x: F.linear(x, F.batch_norm(self.W.view(1, 8, 8), None, None, training=True).view(8, 8)),
@@ -250,6 +249,21 @@ def test_layers_applied_to_a_table(rows, where, method):
     assert {"key.weight", "norm.weight", "gain"} <= set(found.errors)
 
 
+def test_learned_queries_that_go_through_layers_of_their_own(method):
+    """As in Perceiver: all of it is the same for all examples, until it meets the batch in a product with their rows."""
+
+    def forward(self, x):
+        query = self.to_query(self.norm(self.latents.expand(len(x), -1, -1)))
+        scores = torch.matmul(query, self.to_key(x).mT)
+        return torch.einsum("blt,btd->bld", scores.softmax(-1), x) + torch.einsum("bld,blt->btd", query, scores)[:, :3]
+
+    model = Calls(
+        forward, latents=matrix(1, 3, 8), norm=nn.LayerNorm(8), to_query=nn.Linear(8, 8), to_key=nn.Linear(8, 8)
+    )
+    for length in (4, 5):
+        check(model, length, 8, method=method)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_forms_in_activation_checkpoints(reentrant, method):
     def part(self, x):
@@ -319,6 +333,14 @@ def test_a_penalty_on_the_weights_is_told_to_use_weight_decay():
     batch = (torch.randn(4, 4, 8, dtype=torch.float64), spread(4))
     with pytest.raises(rgp.UnsupportedError, match=r"'W'.*weight_decay"):
         rgp.check(model, batch, penalised, method=rgp.DPSGD())
+
+
+@pytest.mark.parametrize("steps", [3, 8])
+def test_an_einsum_with_the_steps_first_is_refused(steps):
+    """A letter of the examples' number, but not the first, may be anything."""
+    model = Calls(lambda self, x: torch.einsum("ibd,kd->bik", x.transpose(0, 1), self.W), W=matrix(8, 8))
+    with pytest.raises(rgp.UnsupportedError, match=r"'W'.*einsum"):
+        check(model, steps, 8, method=rgp.DPSGD())
 
 
 @pytest.mark.parametrize("experts", [4, 8])

@@ -29,7 +29,7 @@ from rgp.losses import MEANS, Trail, is_uneven, outputs_of
 from rgp.rules import ALIASES, ANYTIME, PICKED, RULES, TRANSPOSED
 from rgp.rules.constants import Constants, tensors_in
 from rgp.rules.derived import derived
-from rgp.rules.fallback import loop, name_of
+from rgp.rules.fallback import loop, name_of, with_copies
 from rgp.rules.forms import make_form
 from rgp.rules.owners import Owned, Owners
 from rgp.slots import Slot
@@ -208,13 +208,17 @@ class Capture(TorchFunctionMode):
         # shapes, dtypes, detached copies and the like carry no gradient and need no rule
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):
             return result
+        self._refuse_picked(func, args, kwargs)
+        result = with_copies(self, func, args, kwargs)
+        if result is not NotImplemented:
+            self._note_output(result)
+            return result
         if any(slot.entry.fallback == "error" for slot in met):
             raise UnsupportedError(
                 f"parameter {met[0].entry.name!r} is trained but was used in {name_of(func)}, which has no rule "
                 f"for per-example gradients. Freeze it (overrides={{{met[0].entry.name!r}: 'frozen'}} in the method), "
                 "register a rule (see docs/rules.md), or let the method loop over the examples: fallback='loop'"
             )
-        self._refuse_picked(func, args, kwargs)
         self._used_as_they_are(args, kwargs)
         looped = loop(self, func, args, kwargs)
         self._note_output(looped)

@@ -225,12 +225,11 @@ def einsum(capture, func, args, kwargs):
 
 
 def _letter_of_examples(m, letters, output, operands, trained) -> str | None:
-    """The letter that stands for the examples: first in all activations, or the only one of their number."""
+    """The letter that stands for the examples: the first one of all activations. Any other of the same size would be a guess."""
     data = [(term, x) for term, x, is_trained in zip(letters, operands, trained, strict=True) if not is_trained]
     taken = {letter for term, is_trained in zip(letters, trained, strict=True) if is_trained for letter in term}
-    sizes = {letter: n for term, x in data for letter, n in zip(term, x.shape, strict=True)}
-    found = [letter for letter, n in sizes.items() if n == m and letter in output and letter not in taken]
-    first = {term[:1] for term, _ in data}
-    if len(first) == 1 and (letter := first.pop()) in found:
-        return letter
-    return found[0] if len(found) == 1 else None
+    first = {(term[:1], x.shape[:1]) for term, x in data}
+    if len(first) != 1:
+        return None
+    ((letter, size),) = first
+    return letter if size == (m,) and letter in output and letter not in taken else None

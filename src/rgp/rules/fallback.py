@@ -17,6 +17,8 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rgp.errors import UnsupportedError
+from rgp.rules.copies import copies
+from rgp.rules.forms import FormSlot, is_in_place
 from rgp.rules.generic import watched
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -26,13 +28,46 @@ def name_of(func: Any) -> str:
     return resolve_name(func) or getattr(func, "__name__", str(func))
 
 
+def with_copies(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """func(*args, **kwargs) where all forms among them have a row for each example (learned queries, expanded): then autograd
+    keeps the examples apart, if the operation does. NotImplemented if there are others."""
+    leaves, spec = tree_flatten((args, kwargs))
+    m = capture.examples
+    if is_in_place(func, args, kwargs):
+        return NotImplemented
+    trained = [i for i, leaf in enumerate(leaves) if capture.slot(leaf) is not None]
+    for i in trained:
+        slot, transposed = capture.find(leaves[i])
+        if m == 1 or transposed or not isinstance(slot, FormSlot) or not slot.has_rows_for(m):
+            return NotImplemented
+
+    def call(filled: list[Any]) -> Any:
+        inner_args, inner_kwargs = tree_unflatten(filled, spec)
+        return func(*inner_args, **inner_kwargs)
+
+    plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        whole = call(plain)
+        if not isinstance(whole, Tensor) or whole.shape[:1] != (m,):
+            return NotImplemented
+        limit = TOLERANCE.get(whole.dtype, 3e-2)
+        for i in range(m):
+            alone = call([x[i : i + 1] if isinstance(x, Tensor) and x.shape[:1] == (m,) else x for x in plain])
+            if alone.shape != whole[i : i + 1].shape or not torch.allclose(alone, whole[i : i + 1], limit, limit):
+                return NotImplemented
+    filled = list(leaves)
+    for i in trained:
+        filled[i] = copies(capture, leaves[i], tuple(leaves[i].shape))
+    return call(filled)
+
+
 def loop(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """func(*args, **kwargs), with per-example gradients of the trained parameters and forms among them."""
     leaves, spec = tree_flatten((args, kwargs))
     slots = {i: slot for i, leaf in enumerate(leaves) if (slot := capture.slot(leaf)) is not None}
     data = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in slots]
     m, names = capture.examples, sorted({slot.entry.name for slot in slots.values()})
-    if getattr(func, "__name__", "").endswith("_") and not getattr(func, "__name__", "").endswith("__"):
+    if is_in_place(func, args, kwargs):
         raise _refusal(func, names, "changes something in place")
     if any(capture.find(leaves[i])[1] for i in slots):
         raise _refusal(func, names, "met a parameter's transpose")

@@ -134,16 +134,24 @@ def _products(graph: Tensor, inputs: list[Tensor], gradients: Tensor) -> tuple[T
             return tuple(None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True))
 
 
-def _is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    by_name = (name.endswith("_") and not name.endswith("__")) or name in ("__iadd__", "__isub__", "__imul__")
+    by_name = (name.endswith("_") and not name.endswith("__")) or name in (
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__setitem__",
+    )
     return by_name or kwargs.get("inplace") is True or (name in ("relu", "silu", "gelu", "elu") and True in args[1:])
 
 
 def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """func(*args, **kwargs), all of whose tensors are trained parameters, forms and constants."""
     # a form that is changed in place: the model goes on with the result, as nn.ReLU(inplace=True) does, and not with the form
-    changed = args[0] if _is_in_place(func, args, kwargs) and isinstance(capture.slot(args[0]), FormSlot) else None
+    follows = getattr(func, "__name__", "") != "__setitem__"  # which has no result that the model could go on with
+    changed = (
+        args[0] if follows and is_in_place(func, args, kwargs) and isinstance(capture.slot(args[0]), FormSlot) else None
+    )
     # its own hooks: an activation checkpoint must not drop what is needed here, it will not compute it again
     try:
         with saved_tensors_hooks(lambda x: x, lambda x: x):
