@@ -52,7 +52,10 @@ def with_copies(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str
             return NotImplemented
         limit = TOLERANCE.get(whole.dtype, 3e-2)
         for i in range(m):
-            alone = call([x[i : i + 1] if isinstance(x, Tensor) and x.shape[:1] == (m,) else x for x in plain])
+            try:
+                alone = call([x[i : i + 1] if isinstance(x, Tensor) and x.shape[:1] == (m,) else x for x in plain])
+            except (RuntimeError, IndexError):  # operands that do not fit together any more
+                return NotImplemented
             if alone.shape != whole[i : i + 1].shape or not torch.allclose(alone, whole[i : i + 1], limit, limit):
                 return NotImplemented
     filled = list(leaves)
