@@ -84,7 +84,7 @@ def main(folder: Path) -> None:
         n_head=2,
         n_positions=32,
         initializer_range=0.2,  # the usual 0.02 is for wide models
-        tie_word_embeddings=False,  # embeddings are frozen, and a head tied to them would be too
+        tie_word_embeddings=False,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

@@ -65,7 +65,7 @@ def main(name: str | None, folder: str) -> None:
         model,
         optimizer,
         training,
-        method=rgp.RGP(rank=4, source="weight"),  # embeddings are frozen, biases, norms and the head exact
+        method=rgp.RGP(rank=4, source="weight"),  # biases, norms, small embeddings and the head exact
         budget=rgp.Budget(epsilon=8.0),
         batch_size=250,
         epochs=8,

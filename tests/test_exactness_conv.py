@@ -11,10 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rgp
-from helpers import (
-    check_exact,
-)
-from layers import EXACT, Calls, check, examples, matrix, squares
+from layers import EXACT, Calls, check, examples, matrix
 from rgp.models import WideResNet
 
 # -------- convolutions
@@ -88,11 +85,6 @@ def test_convolution_calls():
 
     model = Calls(forward, W=matrix(8, 4, 3, 3), b=matrix(8), V=matrix(6, 8, 3, 3))
     check(model, 4, 7, 7, family="Conv2d")
-
-
-def test_a_transposed_convolution_is_refused():
-    with pytest.raises(rgp.UnsupportedError, match=r"'weight'.*conv_transpose2d"):
-        check_exact(nn.ConvTranspose2d(4, 8, 3).double(), examples(4, 5, 5), squares)
 
 
 def test_large_exact_layers_without_any_patch():

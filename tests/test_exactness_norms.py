@@ -113,41 +113,39 @@ def test_weights_only():
 # -------- what belongs to no example
 
 
-def test_positions_shared_by_all_examples():
-    """Ids (1, T): given to each example, and exact. Ids (T,): refused, also where T is a multiple of the examples."""
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("length", [7, 5, 10])
+def test_positions_shared_by_all_examples(length, batched, storage):
+    """Ids (1, T) or (T,), the same for all examples; also where T is a multiple of their number."""
 
     def forward(self, x):
         ids = torch.arange(x.shape[1])
-        return self.lin(x + self.table(ids.unsqueeze(0) if self.batched else ids))
+        return self.lin(x + self.table(ids.unsqueeze(0) if batched else ids))
 
-    for length in (7, 5, 10):
-        for batched in (True, False):
-            model = Calls(forward, table=nn.Embedding(12, 8), lin=nn.Linear(8, 3)).double()
-            model.batched = batched
-            method = rgp.RGP(rank=1, overrides={"table.weight": "exact"})
-            if batched:
-                check_exact(model, examples(length, 8), squares, method=method, family="Embedding")
-            else:
-                with pytest.raises(rgp.UnsupportedError, match=r"'table.weight'"):
-                    check_exact(model, examples(length, 8), squares, method=method, microbatch_size=5)
+    model = Calls(forward, table=nn.Embedding(12, 8), lin=nn.Linear(8, 3)).double()
+    plan = check_exact(
+        model, examples(length, 8), squares, microbatch_size=5, family="Embedding", method=rgp.RGP(rank=1)
+    )
+    assert plan["table.weight"].treatment == "exact"
 
 
 @pytest.mark.parametrize("length", [7, 5, 10])
-@pytest.mark.parametrize("way", ["linear", "norm", "scale", "buffer"])
-def test_activations_shared_by_all_examples_are_refused(way, length):
-    """A trained layer on something that does not come from the batch: its gradient sums over the examples."""
+@pytest.mark.parametrize("way", ["linear", "norm", "scale", "frozen table"])
+def test_layers_on_what_all_examples_share(way, length):
+    """A trained layer on something that does not come from the batch: each example has its part of the gradient."""
 
     def forward(self, x):
         positions = torch.linspace(0, 9, length * 8, dtype=x.dtype).view(length, 8).sin()
-        if way == "buffer":
-            positions = self.positions[:length]
-        layer = {"linear": self.lin, "norm": self.norm, "scale": lambda t: t * self.gain, "buffer": self.lin}[way]
+        if way == "frozen table":
+            positions = self.table.weight[:length]
+        layer = {"linear": self.lin, "norm": self.norm, "scale": lambda t: t * self.gain, "frozen table": self.lin}[way]
         return self.head(x + layer(positions))
 
     model = Calls(forward, lin=nn.Linear(8, 8), norm=nn.LayerNorm(8), gain=matrix(8), head=nn.Linear(8, 3)).double()
-    model.register_buffer("positions", torch.randn(12, 8, dtype=torch.float64))
-    with pytest.raises(rgp.UnsupportedError, match="examples"):
-        check_exact(model, examples(length, 8), squares, microbatch_size=5)
+    model.table = nn.Embedding(12, 8).double().requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*never used")
+        check_exact(model, examples(length, 8), squares, microbatch_size=5, family="forms")
 
 
 def test_constants_given_to_each_example_are_fine():

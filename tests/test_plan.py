@@ -36,20 +36,40 @@ def test_bert_base():
     plan = rgp.make_plan(bert(num_labels=2), rgp.RGP(rank=8))
     by_hand = 12 * (4 * 8 * (768 + 768 - 8) + 2 * 8 * (768 + 3072 - 8)) + 8 * (768 + 768 - 8)
     by_hand += 12 * (4 * 768 + 3072 + 768 + 4 * 768) + 2 * 768 + 768 + 2 * 768 + 2
-    assert plan.noise_dimensions == by_hand == 1_458_370
-    assert treatments(plan, "_embeddings.weight") == {"frozen"}
+    by_hand += (512 + 2) * 768  # positions and token types
+    assert plan.noise_dimensions == by_hand == 1_853_122
+    assert treatments(plan, "word_embeddings.weight") == {"frozen"}
+    assert treatments(plan, "position_embeddings.weight", "token_type") == {"exact"}
     assert treatments(plan, "embeddings.LayerNorm") == {"exact"}
     assert treatments(plan, "query.weight", "dense.weight") == {"carried"}
     assert treatments(plan, "bias", "LayerNorm") == {"exact"}
     assert plan["classifier.weight"].treatment == "exact"
-    assert sum(e.size for e in plan.trained) == 109_483_778 - (30522 + 512 + 2) * 768
+    assert sum(e.size for e in plan.trained) == 109_483_778 - 30522 * 768
 
 
-def test_dpsgd_makes_everything_but_embeddings_exact():
-    plan = rgp.make_plan(bert(num_hidden_layers=1), rgp.DPSGD())
-    assert {e.treatment for e in plan} == {"exact", "frozen"}
-    assert treatments(plan, "_embeddings.weight") == {"frozen"}
-    assert plan.noise_dimensions == sum(e.size for e in plan.trained)
+@pytest.mark.parametrize("method", [rgp.DPSGD(), rgp.NonPrivate(), rgp.DPPowerSGD(rank=2)], ids=lambda m: m.name)
+def test_what_says_that_it_trains_everything_does(method):
+    plan = rgp.make_plan(bert(num_hidden_layers=1), method)
+    assert {e.treatment for e in plan} == {"exact"}
+    assert plan.noise_dimensions == sum(e.size for e in plan)
+    assert plan.frozen_note() == ""
+
+
+def test_a_table_of_over_a_million_entries_is_frozen_by_rgp_and_the_plan_says_so():
+    def table(rows: int, **options) -> rgp.Plan:
+        return rgp.make_plan(nn.Sequential(nn.Embedding(rows, 100), nn.Linear(100, 10)), rgp.RGP(rank=2, **options))
+
+    assert table(10_000)["0.weight"].treatment == "exact"
+    assert table(10_000).frozen_note() == ""
+    large = table(10_001)
+    assert large["0.weight"].treatment == "frozen"
+    note = large.frozen_note()
+    assert "1,000,100 of the model's 1,001,110" in note
+    assert "trains 1,010, 0%" in note
+    assert "overrides={'0.weight': 'exact'}" in note
+    assert table(10_001, overrides={"0.weight": "exact"}).frozen_note() == ""
+    assert table(10_001, overrides={"0.weight": "frozen"}).frozen_note() == ""
+    assert rgp.make_plan(bert(num_hidden_layers=1), rgp.LinearProbe()).frozen_note() == ""
 
 
 def test_a_head_of_over_a_million_entries_is_carried():
@@ -80,15 +100,15 @@ def test_a_head_tied_to_an_embedding_is_frozen_with_it(name):
 
 def test_t5_positions_and_norms():
     plan = rgp.make_plan(meta(FAMILIES["T5"]), rgp.RGP(rank=8))
-    assert treatments(plan, "relative_attention_bias") == {"frozen"}
+    assert treatments(plan, "relative_attention_bias") == {"exact"}
     assert treatments(plan, "layer_norm") == {"exact"}
     assert treatments(plan, "Attention.q.", "DenseReluDense.wi") == {"carried"}
 
 
-def test_vit_tokens_and_positions_are_frozen():
+def test_vit_tokens_and_positions_are_exact():
     config = transformers.ViTConfig(num_hidden_layers=1, num_labels=10)
     plan = rgp.make_plan(meta(lambda: transformers.ViTForImageClassification(config)), rgp.RGP(rank=8))
-    assert treatments(plan, "cls_token", "position_embeddings") == {"frozen"}
+    assert treatments(plan, "cls_token", "position_embeddings") == {"exact"}
     assert treatments(plan, "projection.weight", "fc1.weight") == {"carried"}
     assert plan["classifier.weight"].treatment == "exact"
 
@@ -112,7 +132,7 @@ def test_other_families(name):
     assert sum(e.kind == "head" and len(e.shape) > 1 for e in plan) == 1
     for entry in plan:
         if "embed" in entry.name and "LayerNorm" not in entry.name and "projection" not in entry.name:
-            assert entry.treatment == "frozen", entry.name
+            assert entry.treatment == ("frozen" if entry.size > 10**6 else "exact"), entry.name
         elif len(entry.shape) == 1:
             assert entry.treatment == "exact", entry.name
         elif entry.name != head and entry.kind == "matrix":
@@ -130,7 +150,8 @@ def test_learned_tokens_by_name_and_shape():
             self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 1)
 
     plan = rgp.make_plan(Tokens(), rgp.RGP(rank=2))
-    assert {e.name for e in plan if e.treatment == "frozen"} == {
+    assert {e.treatment for e in plan if e.kind == "token"} == {"exact"}
+    assert {e.name for e in plan if e.kind == "token"} == {
         "cls_token", "query", "pos_embed", "class_embedding", "relative_position_bias_table"
     }  # fmt: skip
     assert plan["head.weight"].treatment == "exact"  # one output: a row, but a linear layer's
@@ -242,10 +263,9 @@ def test_the_plan_reads_as_a_table():
     assert len(lines) == 2 + len(plan) + 1
     row = next(line for line in lines if line.startswith("1.weight"))
     assert row.split() == ["1.weight", "64", "x", "64", "carried", "2", "252"]
-    assert "frozen" in lines[2]
     assert "embedding" in lines[2]
-    exact = 64 + 2 * 64 + 64 * 10 + 10
-    trained, all_of_them, noise = 64 * 64 + exact, 50 * 64 + 64 * 64 + exact, 252 + exact
+    exact = 64 + 2 * 64 + 64 * 10 + 10 + 50 * 64
+    trained, all_of_them, noise = 64 * 64 + exact, 64 * 64 + exact, 252 + exact
     assert lines[-1] == f"{trained:,} of {all_of_them:,} parameters trained; noise in {noise:,} dimensions"
 
 

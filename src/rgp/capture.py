@@ -4,8 +4,10 @@ A TorchFunctionMode watches operations, not modules: the model is not wrapped, k
 F.linear are seen, in-place activations do not matter. The forward result is the plain one; the rule's backward computes
 the gradient of the inputs as always and, in place of the weight's gradient, per-example gradients into the slot.
 
-A trained parameter in an operation without a rule is an error. There is no silent path: parameters reach autograd only
-through rules, and after each backward pass the engine checks that none of them received an ordinary gradient.
+What is computed from parameters alone, before anything of the batch is met, is a form of them (rules/forms.py). A trained
+parameter in an operation without a rule is looped over (rules/fallback.py) or an error. There is no silent path:
+parameters reach autograd only through rules, and after each backward pass the engine checks that none of them received an
+ordinary gradient.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from rgp.checks.means import MEANS, Output, is_uneven, outputs_of
 from rgp.errors import UnsupportedError, WrongUseError
-from rgp.rules import ANYTIME, RULES, TRANSPOSED
+from rgp.rules import ALIASES, ANYTIME, PICKED, RULES, TRANSPOSED
+from rgp.rules.constants import Constants, tensors_in
 from rgp.rules.derived import derived
+from rgp.rules.fallback import loop, name_of, with_copies
+from rgp.rules.forms import make_form
+from rgp.rules.owners import Owned, Owners
 from rgp.slots import Slot
 
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -43,15 +49,19 @@ class Capture(TorchFunctionMode):
     While it is on the stack it also refuses what would go around the engine: `loss.backward()` and gradient clipping.
     """
 
-    def __init__(self, slots: Mapping[int, Slot], *, sharded: bool = False) -> None:
+    def __init__(self, slots: Mapping[int, Slot], *, sharded: bool = False, model: nn.Module | None = None) -> None:
+        """model: whose buffers are known not to come from the batch."""
         super().__init__()
         self.sharded = sharded  # whether parameters are whole in the forward pass only
         self._slots = slots  # id of a parameter -> its slot
-        self._derived: dict[int, tuple[Tensor, Slot, bool]] = {}  # what stands for parameters in this micro-batch
+        self._derived: dict[int, tuple[Tensor, Slot, bool, int]] = {}  # what stands for parameters in this micro-batch
         self.examples: int | None = None
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
         self._forms: dict[Slot, Tensor | None] = {}  # as what a parameter was used: what was derived from it, or itself
+        self.constants = Constants(model, lambda tensor: self.slot(tensor) is not None)
+        self.owners = Owners()
+        self.looped: set[tuple[str, tuple[str, ...]]] = set()  # operations and parameters the fallback was used for
         self.uneven: list[Node] = []  # means of this micro-batch with a divisor that is not the same for all examples
         self.rehearsing = False  # whether dropout is left out, and outputs are noted (checks/rehearsal.py)
         self.outputs: list[Output] = []  # of operations with trained parameters, while it is rehearsed
@@ -64,6 +74,7 @@ class Capture(TorchFunctionMode):
         self.examples = examples
         self.recomputes = False
         self._forget()
+        self.constants.begin()
 
     def end(self) -> None:
         self.examples = None
@@ -81,6 +92,8 @@ class Capture(TorchFunctionMode):
     def _forget(self) -> None:
         self._derived.clear()
         self._forms.clear()
+        self.constants.forget()
+        self.owners.clear()
         self.uneven.clear()
         self.outputs.clear()
 
@@ -92,11 +105,41 @@ class Capture(TorchFunctionMode):
         """(slot, whether the tensor is its parameter's transpose)."""
         if (slot := self._slots.get(id(tensor))) is not None:
             return slot, False
-        _, stands_for, transposed = self._derived.get(id(tensor), (None, None, False))
+        known = self._derived.get(id(tensor))
+        if known is None:
+            return None, False
+        _, stands_for, transposed, version = known
+        if tensor._version != version:
+            raise UnsupportedError(
+                f"something computed from parameter {stands_for.entry.name!r} was changed in place, so that it is not what the "
+                "rules take it for. Write it without the change: torch.where, torch.cat, y = x * mask."
+            )
         return stands_for, transposed
 
     def remember(self, tensor: Tensor, slot: Slot, transposed: bool) -> None:
-        self._derived[id(tensor)] = (tensor, slot, transposed)
+        """The tensor was computed from parameters alone, and the slot takes its per-example gradients."""
+        self._derived[id(tensor)] = (tensor, slot, transposed, tensor._version)
+
+    def forbid(self, tensor: Tensor) -> None:
+        """From now on, using this form is an error: the model takes it for something that it is not."""
+        self._derived[id(tensor)] = (*self._derived[id(tensor)][:3], -1)
+
+    def hand_on(self, result: Tensor, slot: Slot, transposed: bool) -> Tensor:
+        """What the model gets of something computed from parameters: a leaf, whose gradients go to the slot alone."""
+        value = result.detach().requires_grad_()
+        name = slot.entry.name
+
+        def refuse(leaf: Tensor) -> None:
+            if leaf.grad is not None:  # rules pass none on
+                raise WrongUseError(
+                    f"something computed from parameter {name!r} alone reached the loss outside the capture of its batch (kept "
+                    "from an earlier batch, used in another thread, or as the loss itself), so its gradient cannot be clipped "
+                    "per example."
+                )
+
+        value.register_post_accumulate_grad_hook(refuse)
+        self.remember(value, slot, transposed)
+        return value
 
     def used_as(self, slot: Slot, form: Tensor | None) -> None:
         """Its parameter is used as it is (None), or as something that was derived from it: as one of them, not both."""
@@ -128,6 +171,7 @@ class Capture(TorchFunctionMode):
         if self.rehearsing and func in DROPOUT_AT:
             args, kwargs = _without_dropout(DROPOUT_AT[func], args, kwargs)
         result = self._operate(func, args, kwargs)
+        self._note(func, args, kwargs, result)
         if (
             func in MEANS
             and result.requires_grad
@@ -138,44 +182,115 @@ class Capture(TorchFunctionMode):
         return result
 
     def _operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (
-            special := ANYTIME.get(func)
-        ) is not None:  # also without grad: a reentrant checkpoint will run it again with
+        met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
+        special = ANYTIME.get(func)
+        # also without grad: a reentrant checkpoint will run it again with
+        if special is not None and not (met and torch.is_grad_enabled()):
             self.recomputes = self.recomputes or not torch.is_grad_enabled() or _saved_tensors_hooks(False) is not None
             return special(self, func, args, kwargs)
-        if func in _BATCH_NORMS:
+        if func in _BATCH_NORMS and any(map(self._is_of_batch, tensors_in(args[:1] or kwargs.get("input")))):
             _refuse_batch_statistics(func, args, kwargs)
         if not torch.is_grad_enabled():
             if not self.recomputes:  # a reentrant checkpoint runs forward like this; or it is an evaluation
-                self.recomputes = any(self.slot(operand) is not None for operand in _operands(args, kwargs))
+                self.recomputes = bool(met)
             return func(*args, **kwargs)
-        met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
         if not met:
             return func(*args, **kwargs)
-        if (rule := RULES.get(func)) is not None:
-            again = _saved_tensors_hooks(False) is not None
-            self.recomputes = self.recomputes or again
-            if func is not derived:
-                for slot in (slot for operand in _operands(args, kwargs) if (slot := self._slots.get(id(operand)))):
-                    self.used_as(slot, None)
-            if func not in TRANSPOSED and any(self.find(operand)[1] for operand in _operands(args, kwargs)):
-                raise UnsupportedError(
-                    f"parameter {met[0].entry.name!r} was used transposed in {resolve_name(func) or func}, which has a rule only "
-                    "for parameters as they are. Freeze it, or keep it the other way round."
-                )
-            result = rule(self, func, args, kwargs)
-            if self.rehearsing and not again:
-                self.outputs += outputs_of(result)
+        if func is derived:
+            return RULES[derived](self, func, args, kwargs)
+        result = NotImplemented
+        if func in ALIASES:
+            result = ALIASES[func](self, func, args, kwargs)
+        if result is NotImplemented and self._meets_no_batch(func, args, kwargs):
+            result = make_form(self, func, args, kwargs)
+        if result is not NotImplemented:
+            if any(leaf.requires_grad for leaf in tensors_in(result)):
+                self._used_as_they_are(args, kwargs)
+            return result
+        result = self._by_rule(func, args, kwargs)
+        if result is not NotImplemented:
             return result
         result = func(*args, **kwargs)
         # shapes, dtypes, detached copies and the like carry no gradient and need no rule
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):
+            return result
+        self._refuse_picked(func, args, kwargs)
+        result = with_copies(self, func, args, kwargs)
+        if result is not NotImplemented:
+            self._note_output(result)
+            return result
+        if any(slot.entry.fallback == "error" for slot in met):
             raise UnsupportedError(
-                f"parameter {met[0].entry.name!r} is trained but was used in {resolve_name(func) or func}, which has no rule "
-                f"for per-example gradients. Freeze it (overrides={{{met[0].entry.name!r}: 'frozen'}} in the method), or "
-                "register a rule: see docs/rules.md"
+                f"parameter {met[0].entry.name!r} is trained but was used in {name_of(func)}, which has no rule "
+                f"for per-example gradients. Freeze it (overrides={{{met[0].entry.name!r}: 'frozen'}} in the method), "
+                "register a rule (see docs/rules.md), or let the method loop over the examples: fallback='loop'"
             )
+        self._used_as_they_are(args, kwargs)
+        looped = loop(self, func, args, kwargs)
+        self._note_output(looped)
+        return looped
+
+    def _by_rule(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By the operation's rule; NotImplemented if it has none, or none for this way of calling it."""
+        rule = RULES.get(func)
+        if self.owners and func not in PICKED:
+            self._refuse_picked(func, args, kwargs)
+        turned = func not in TRANSPOSED and any(self.find(operand)[1] for operand in _operands(args, kwargs))
+        if rule is None or turned:
+            return NotImplemented
+        self._used_as_they_are(args, kwargs)
+        result = rule(self, func, args, kwargs)
+        if result is not NotImplemented:
+            self._note_output(result)
         return result
+
+    def _refuse_picked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for operand in tensors_in((args, kwargs)):
+            if self.owners.of(operand) is not None:
+                name = next(slot for t in _operands(args, kwargs) if (slot := self.slot(t)) is not None).entry.name
+                raise UnsupportedError(
+                    f"parameter {name!r} met rows that an index had picked out of the batch, in {name_of(func)}, whose rule "
+                    "knows examples in their order only. Freeze it, or use linear layers and elementwise operations there."
+                )
+
+    def _used_as_they_are(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for operand in _operands(args, kwargs):
+            if (slot := self._slots.get(id(operand))) is not None:
+                self.used_as(slot, None)
+
+    def _note_output(self, result: Any) -> None:
+        again = _saved_tensors_hooks(False) is not None
+        self.recomputes = self.recomputes or again
+        if self.rehearsing and not again:
+            self.outputs += outputs_of(result)
+
+    def _meets_no_batch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensors = tensors_in((args, kwargs))
+        if func is Tensor.__getitem__:  # weight[e]: one number, wherever it is from, says which part it is and no more
+            tensors = (t for t in tensors if t.dim() or t.is_floating_point())
+        return not any(map(self._is_of_batch, tensors))
+
+    def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """An operation that a rule is made of, as if the model had called it."""
+        result = self._operate(func, args, kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        assert self.examples is not None
+        self.constants.note(func, args, kwargs, result)
+        self.owners.note(func, args, kwargs, result, self.examples, self._is_of_batch)
+
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        return self.slot(tensor) is None and tensor not in self.constants
+
+    def rows(self, *tensors: Tensor) -> int | Owned:
+        """Whose rows these have: the number of examples, if they come first, or the owners of rows that were picked."""
+        assert self.examples is not None
+        found = [owned for tensor in tensors if self.owners and (owned := self.owners.of(tensor)) is not None]
+        if len({id(owned) for owned in found}) > 1:
+            raise UnsupportedError("rows that were picked out of the batch in two different ways met in one operation")
+        return found[0] if found else self.examples
 
 
 def _operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from rgp.carriers import Released, find_carriers
 from rgp.clipping import Gradients
 from rgp.methods import RGP, Method
 from rgp.plan import make_plan
-from rgp.privatize import check_model, check_plan
+from rgp.privatize import check_model
 from rgp.slots import CarriedSlot, DeferredSlot, make_slot
 from rgp.streams import Streams
 from rgp.torchstate import as_tree
@@ -101,7 +101,8 @@ def _captured(model, batch, loss_fn, method, m, loss_reduction):
     """Per-example gradients in the released coordinates, by the engine's own stages."""
     rules.load()
     plan = make_plan(model, method)
-    check_plan(model, plan)
+    if not plan.trained:
+        raise ValueError("the plan trains nothing: every parameter is frozen (requires_grad is False, or overrides)")
     parameters = dict(model.named_parameters())
     slots = {e.name: make_slot(e, intrinsic=False) for e in plan.trained}
     rng = Streams.from_system().generator("carriers", 0)
@@ -115,7 +116,7 @@ def _captured(model, batch, loss_fn, method, m, loss_reduction):
     first = parameters[next(iter(slots))]
     gradients = Gradients([list(slots.values())], dtype=first.dtype, device=first.device)
     gradients.begin(m)
-    capture = Capture({id(parameters[name]): slot for name, slot in slots.items()})
+    capture = Capture({id(parameters[name]): slot for name, slot in slots.items()}, model=model)
     capture.begin(m)
     capture.in_backward = True
     with capture:

@@ -17,6 +17,7 @@ Kind = Literal["matrix", "head", "bias", "head_bias", "norm", "embedding", "toke
 SIDES = ("both", "left", "right", "alternate")
 SOURCES = ("history", "weight", "random", "momentum", "public")
 NORMS = ("intrinsic", "paper")
+FALLBACKS = ("loop", "error")
 TREATMENTS = ("carried", "exact", "frozen")
 
 
@@ -27,6 +28,8 @@ class Method:
     head_scale: multiplies the exact head's per-example gradient before norm and clip; the noisy sum is divided by it
         afterwards. Without clip and noise the update is unchanged; with them the head takes less of the clipping budget.
     overrides: parameter-name pattern (as in fnmatch) -> "carried", "exact", "frozen" or a rank. Later patterns win.
+    fallback: what to do with a trained parameter in an operation without a rule: "loop" over the examples, which is slow
+        and exact and says so in a warning, or "error".
     """
 
     treatments: ClassVar[Mapping[str, Treatment]]
@@ -36,9 +39,11 @@ class Method:
 
     head_scale: float = 1.0
     overrides: Mapping[str, str | int] = field(default_factory=dict)
+    fallback: str = "loop"
 
     def __post_init__(self) -> None:
         check_positive("head_scale", self.head_scale)
+        check_one_of("fallback", self.fallback, FALLBACKS)
         for pattern, value in self.overrides.items():
             if isinstance(value, int) and not isinstance(value, bool):
                 check_count(f"overrides[{pattern!r}]", value, least=1)
@@ -52,7 +57,8 @@ class Method:
 
 @dataclass(frozen=True)
 class RGP(Method):
-    """Reparametrized gradient perturbation, Algorithm 1 of the paper.
+    """Reparametrized gradient perturbation, Algorithm 1 of the paper. Embedding and position tables of over 10^6 entries
+    are frozen, unless overrides say otherwise; `print(make_plan(model, method))` shows what every parameter gets.
 
     >>> RGP(rank=4, sides="left").rank
     4
@@ -74,8 +80,8 @@ class RGP(Method):
         "bias": "exact",
         "head_bias": "exact",
         "norm": "exact",
-        "embedding": "frozen",
-        "token": "frozen",
+        "embedding": "exact",  # of up to 10^6 entries; larger ones are frozen: LARGEST_EXACT_TABLE in plan.py
+        "token": "exact",
         "other": "exact",
     }
     carries: ClassVar[bool] = True
@@ -112,7 +118,8 @@ class RGP(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class DPSGD(Method):
-    """Every trained parameter exact: differentially private SGD (Abadi et al. 2016), in its cheap form."""
+    """Every parameter trained, and exact, embeddings and positions too: differentially private SGD (Abadi et al. 2016), in
+    its cheap form."""
 
     treatments: ClassVar[Mapping[str, Treatment]] = {**RGP.treatments, "matrix": "exact"}
 

@@ -15,11 +15,14 @@ from math import ceil, prod
 import torch
 from torch import Tensor, nn
 
+from rgp.errors import UnsupportedError
 from rgp.methods import Kind, Method, Treatment
 from rgp.sharding import whole
 
 LARGEST_EXACT_HEAD = 10**6
+LARGEST_EXACT_TABLE = 10**6  # entries of an embedding or position table that a method with carriers trains
 LARGEST_AUTO_RANK = 16
+AS_YOU_ASKED, NO_GRAD = "as you asked", "requires_grad is False"  # why a parameter gets what it gets
 _NORMS = ("norm", "ln_", "layernorm", "rmsnorm", "bn")
 _TOKENS = (
     "cls_token",
@@ -44,6 +47,7 @@ class Entry:
     scale: float = 1.0
     why: str = ""
     aliases: tuple[str, ...] = ()
+    fallback: str = "loop"  # what happens where it meets an operation without a rule
 
     @property
     def size(self) -> int:
@@ -92,6 +96,26 @@ class Plan:
     def noise_dimensions(self) -> int:
         return sum(e.noise_dimensions for e in self.entries)
 
+    def frozen_note(self) -> str:
+        """One sentence on what stays as it is, how much of the model that is, and how to change it; "" if nothing does.
+
+        What was frozen before (requires_grad is False), by overrides, or by a method that trains heads or biases only is
+        left out: whoever chose that knows it.
+        """
+        kinds = {kind for kind, treatment in self.method.treatments.items() if treatment != "frozen"}
+        frozen = [e for e in self.entries if e.treatment == "frozen" and e.kind in kinds]
+        by_method = [e for e in frozen if e.why not in (AS_YOU_ASKED, NO_GRAD)]
+        if not by_method:
+            return ""
+        total, left = sum(e.size for e in self.entries), sum(e.size for e in by_method)
+        trained = sum(e.size for e in self.trained)
+        names = ", ".join(repr(e.name) for e in by_method[:3]) + (", ..." if len(by_method) > 3 else "")
+        return (
+            f"{type(self.method).__name__} leaves {left:,} of the model's {total:,} parameters frozen ({names}) and trains "
+            f"{trained:,}, {trained / total:.0%}; overrides={{{by_method[0].name!r}: 'exact'}} in the method trains one of "
+            "them as well."
+        )
+
     def __str__(self) -> str:
         header = ("parameter", "shape", "treatment", "rank", "noise dims", "why")
         rows = [
@@ -136,7 +160,13 @@ def make_plan(model: nn.Module, method: Method) -> Plan:
         kind, why = kinds[id(parameter)]
         names = aliases[id(parameter)]
         entry = Entry(
-            name, tuple(parameter.shape), kind, "frozen", why=why, aliases=tuple(n for n in names if n != name)
+            name,
+            tuple(parameter.shape),
+            kind,
+            "frozen",
+            why=why,
+            aliases=tuple(n for n in names if n != name),
+            fallback=method.fallback,
         )
         entries.append(_treat(entry, parameter, method, names))
     patterns = [*method.overrides, *(_rank_patterns(method))]
@@ -156,17 +186,24 @@ def _treat(entry: Entry, parameter: Tensor, method: Method, names: list[str]) ->
     treatment: Treatment = method.treatments[entry.kind]
     why, rank = entry.why, 0
     if not parameter.requires_grad:
-        treatment, why = "frozen", "requires_grad is False"
+        treatment, why = "frozen", NO_GRAD
+    elif entry.kind in ("embedding", "token") and method.carries and entry.size > LARGEST_EXACT_TABLE:
+        treatment, why = "frozen", f"{why}, over 10^6 entries"
     elif entry.kind == "head" and treatment == "exact" and method.carries and entry.size > LARGEST_EXACT_HEAD:
         treatment, why = "carried", "head of over 10^6 entries"
     asked = [v for pattern, v in method.overrides.items() if any(fnmatchcase(n, pattern) for n in names)]
     if asked:
-        why = "as you asked"
+        why = AS_YOU_ASKED
         treatment, rank = ("carried", asked[-1]) if isinstance(asked[-1], int) else (asked[-1], 0)  # type: ignore[assignment]
         if treatment != "frozen" and not parameter.requires_grad:
             raise ValueError(
                 f"overrides ask to train {entry.name!r}, whose requires_grad is False; set it to True before privatize"
             )
+    if treatment != "frozen" and parameter.is_complex():
+        raise UnsupportedError(
+            f"parameter {entry.name!r} is complex, and its imaginary part would be lost. Freeze it (overrides={{{entry.name!r}: "
+            "'frozen'}), or keep the two parts in real parameters and combine them with torch.complex."
+        )
     if treatment == "carried":
         if len(entry.shape) < 2:
             if asked and any(name in method.overrides for name in names):  # a wider pattern may well catch biases too
@@ -226,7 +263,8 @@ def _kinds(model: nn.Module) -> dict[int, tuple[Kind, str]]:
 
 
 def _kind(module: nn.Module, leaf: str, name: str, parameter: Tensor) -> tuple[Kind, str]:
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    named_so = "embedding" in type(module).__name__.lower() and leaf == "weight" and parameter.dim() == 2
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or named_so:
         return "embedding", "embedding"
     if any(word in name for word in _TOKENS):
         return "token", "learned token, position or relative bias"
@@ -255,4 +293,5 @@ def _head(model: nn.Module) -> nn.Module | None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             last = module
-    return last if last is not None and uses[id(last.weight)] == 1 else None
+    # a parametrized layer has no weight of its own
+    return last if last is not None and uses.get(id(last._parameters.get("weight"))) == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from typing import Any
@@ -149,6 +150,8 @@ def privatize(
     share_weights(ranks, model)
     plan = make_plan(model, method)
     check_trainable(model, plan, optimizer)
+    if ranks.first and (note := plan.frozen_note()):
+        warnings.warn(note)
     mechanism = plan_mechanism(
         size=size,
         method=method.name,
@@ -310,12 +313,3 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
         raise ValueError(
             f"trained parameters are on several devices ({', '.join(map(str, devices))}); move them to one"
         )
-    for prefix, module in model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            names = [f"{prefix}.{leaf}".lstrip(".") for leaf, _ in module.named_parameters()]
-            if any(name in trained for name in names):
-                raise UnsupportedError(
-                    f"module {prefix or '(the model)'!r} is {type(module).__name__}, whose fused kernel gives no per-example "
-                    f"gradients: {names[0]!r} cannot be trained. Freeze it (overrides={{'{prefix}*': 'frozen'}}), or write the "
-                    "recurrence with nn.Linear layers."
-                )

@@ -79,7 +79,7 @@ class Step:
             method.private or method.carries or trained.sharding.active
         )  # no per-example gradients needed
         self.gradients = Gradients(_groups(trained, mechanism), dtype=trained.dtype, device=trained.device)
-        self.capture = Capture(trained.slot_of, sharded=trained.sharding.active)
+        self.capture = Capture(trained.slot_of, sharded=trained.sharding.active, model=trained.model)
         self.writes = Writes(trained.model)
         self.observer = Observer()
         self.index = 0  # logical steps taken

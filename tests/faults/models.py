@@ -91,9 +91,9 @@ def no_rule(_):
             self.weight = nn.Parameter(torch.randn(3, 2))
 
         def forward(self, x):
-            return x @ torch.linalg.matrix_exp(self.weight @ self.weight.T)[:, :2]
+            return torch.cdist(x.unsqueeze(1), self.weight.T).squeeze(1)
 
-    train(start(model=Odd(), method=rgp.DPSGD()))
+    train(start(model=Odd(), method=rgp.DPSGD(fallback="error")))
 
 
 @fault

@@ -118,8 +118,14 @@ class Item:
         return None if value is None else list(value) if isinstance(value, Sequence) else [value]
 
 
+PINNED = ("*embeddings.weight", "frozen")
+
+
 def fingerprint(settings: Config) -> str:
-    """The same for the same training, wherever it is computed. A key that later versions add changes none, at its default."""
+    """The same for the same training, wherever it is computed. A key that later versions add changes none, at its default.
+
+    Nor does PINNED in overrides: presets say it since embeddings are trained by default, and it is what they meant before.
+    """
     plain = Config().to_dict()
     about = {
         f"{section}.{name}": value
@@ -127,6 +133,9 @@ def fingerprint(settings: Config) -> str:
         for name, value in keys.items()
         if value != plain[section][name] and name not in _ELSEWHERE.get(section, ())
     }
+    overrides = about.pop("method.overrides", {})
+    if rest := {pattern: value for pattern, value in overrides.items() if (pattern, value) != PINNED}:
+        about["method.overrides"] = rest
     return digest(about)
 
 

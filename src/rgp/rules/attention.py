@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from rgp.errors import UnsupportedError
 from rgp.rules import rule
+from rgp.rules.copies import copies
 from rgp.rules.linear import product
 
 
@@ -16,6 +17,16 @@ def _project(capture, x, weight, bias):
         return F.linear(x, weight, bias)
     y = product(capture, x.transpose(0, 1), weight, bias, transposed=True)
     return y.transpose(0, 1)
+
+
+def _own(capture, x):
+    """Learned queries, keys or values (T, m, E), the same for all examples: each example's own copy."""
+    if capture.slot(x) is None:
+        return x
+    examples_first = capture.run(torch.transpose, x, 0, -2) if x.dim() == 3 else x
+    if x.dim() == 2:  # without a dimension for examples
+        return copies(capture, capture.run(torch.unsqueeze, x, 0), (1, *x.shape)).squeeze(0)
+    return copies(capture, examples_first, tuple(examples_first.shape)).transpose(0, 1)
 
 
 @rule(F.multi_head_attention_forward)
@@ -55,17 +66,16 @@ def _attention(
         raise UnsupportedError(
             "nn.MultiheadAttention with add_bias_kv or static keys has no rule; use add_bias_kv=False"
         )
+    given = {id(x): x for x in (query, key, value)}
+    own = {name: _own(capture, x) for name, x in given.items()}  # query, key and value may be one
+    query, key, value = own[id(query)], own[id(key)], own[id(value)]
     batched = query.dim() == 3
     if not batched:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     E, H = query.shape[2], num_heads
     if use_separate_proj_weight:
-        biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-        if capture.slot(in_proj_bias) is not None:
-            raise UnsupportedError(
-                "nn.MultiheadAttention with kdim or vdim has no rule for its joint bias; use bias=False"
-            )
+        biases = (None,) * 3 if in_proj_bias is None else capture.run(torch.chunk, in_proj_bias, 3)
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
         q, k, v = (_project(capture, x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     elif query is key and key is value:

@@ -27,13 +27,13 @@ _aten = torch.ops.aten
 UNFOLDED = 1 << 19  # entries of an unfolded tensor that are worked on at once
 
 
-class _Geometry:
+class Geometry:
     """A convolution's constants, with what is computed from them."""
 
     def __init__(self, kernel: tuple[int, ...], stride, padding, dilation, groups: int) -> None:
         self.n = len(kernel) - 2
         self.k, self.groups = kernel[2:], groups
-        self.stride, self.padding, self.dilation = (_each(v, self.n) for v in (stride, padding, dilation))
+        self.stride, self.padding, self.dilation = (each(v, self.n) for v in (stride, padding, dilation))
 
         every = tuple(slice(None, None, s) for s in self.stride)
         self._strided = (Ellipsis, *every)  # every stride-th position
@@ -106,14 +106,14 @@ def unfold(x: Tensor, kernel, stride, dilation) -> Tensor:
     return x.as_strided((m, c, *kernel, *out), (*x.stride()[:2], *strides)).reshape(m, c * prod(kernel), prod(out))
 
 
-def _each(value, n: int) -> tuple[int, ...]:
+def each(value, n: int) -> tuple[int, ...]:
     return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
 
 
 class ConvUse:
     """A large exact kernel: what its norm and clipped sum need (see norms.py)."""
 
-    def __init__(self, x: Tensor, g: Tensor, geometry: _Geometry, shape: tuple[int, ...]) -> None:
+    def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...]) -> None:
         self.x, self.g, self.geometry, self.shape = x, g, geometry, shape
 
     def squared_norms(self) -> Tensor:
@@ -155,16 +155,21 @@ class _Conv(torch.autograd.Function):
         slot, geometry = ctx.slot, ctx.geometry
         x = x.to(g.dtype)
         dx = geometry.input_gradient(g, x, kernel.to(g.dtype)) if ctx.needs_x else None
-        if slot.carried:
-            _carried(slot, geometry, x, g)
-        elif isinstance(slot, DeferredSlot):
-            slot.add_use(ConvUse(x, g, geometry, slot.entry.shape))
-        else:
-            grouped = _grouped(geometry.patches(x), geometry.groups)
-            slot.add_dense(torch.matmul(_grouped(g, geometry.groups), grouped.transpose(-1, -2)))
+        fill(slot, geometry, x, g)
         if ctx.bias_slot is not None:
             ctx.bias_slot.add_dense(g.flatten(2).sum(2, dtype=torch.promote_types(g.dtype, torch.float32)))
         return dx, None, None, None, None, None
+
+
+def fill(slot, geometry, x, g) -> None:
+    """Give the slot of a kernel what a convolution of x, whose result has the gradient g, means for it."""
+    if slot.carried:
+        _carried(slot, geometry, x, g)
+    elif isinstance(slot, DeferredSlot):
+        slot.add_use(ConvUse(x, g, geometry, slot.entry.shape))
+    else:
+        grouped = _grouped(geometry.patches(x), geometry.groups)
+        slot.add_dense(torch.matmul(_grouped(g, geometry.groups), grouped.transpose(-1, -2)))
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -195,7 +200,7 @@ def _convolution(capture, n: int, input, weight, bias=None, stride=1, padding=0,
     unbatched = input.dim() == n + 1
     x = input.unsqueeze(0) if unbatched else input
     if isinstance(padding, str):
-        x, padding = _resolve(x, padding, weight.shape[2:], _each(dilation, n))
+        x, padding = _resolve(x, padding, weight.shape[2:], each(dilation, n))
     slot, bias_slot = capture.slot(weight), capture.slot(bias)
     if x.shape[0] != capture.examples:
         name = (slot or bias_slot).entry.name
@@ -203,7 +208,7 @@ def _convolution(capture, n: int, input, weight, bias=None, stride=1, padding=0,
             f"parameter {name!r} met an input of shape {tuple(input.shape)}; its first dimension must be the "
             f"{capture.examples} examples of the micro-batch"
         )
-    geometry = _Geometry(tuple(weight.shape), stride, padding, dilation, groups)
+    geometry = Geometry(tuple(weight.shape), stride, padding, dilation, groups)
     if slot is None:
         y = geometry.forward(x, weight, None)
         y = add_channels(capture, y, bias)

@@ -1,9 +1,13 @@
-"""Lookups in a trained table. Carried tables are refused: the paper freezes embeddings; exact ones work, tied ones too."""
+"""Lookups in a trained table, with the ids of each example; those with the same ids for all examples are forms.
+
+Carried tables are refused: the paper freezes embeddings; exact ones work, tied ones too.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rgp.errors import UnsupportedError
@@ -60,3 +64,12 @@ def embedding(capture, func, args, kwargs):
         return _Lookup.apply(weight, ids, padding_idx, slot, m)
 
     return call(*args, **kwargs)
+
+
+@rule(torch.Tensor.__getitem__)
+def rows(capture, func, args, kwargs):
+    """table[ids], with ids of the batch."""
+    table, ids = args
+    if not isinstance(ids, Tensor) or table.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    return embedding(capture, F.embedding, (ids % table.shape[0], table), {})

@@ -49,6 +49,49 @@ def watched(call: Callable[..., Tensor], tell: Callable[[Tensor], None], paramet
     return _Watched.apply(call, tell, parameter, *inputs)
 
 
+class _Inside(torch.autograd.Function):
+    """Like _Watched, for several results, and it tells `tell` the gradients of tensors inside `call`."""
+
+    @staticmethod
+    def forward(ctx, call, tell, token, *inputs):
+        ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+            ctx.outputs, ctx.inside = call(*ctx.inputs)
+        ctx.tell, ctx.versions = tell, [_version(x) for x in ctx.inputs]
+        ctx.set_materialize_grads(False)
+        return tuple(y.detach() for y in ctx.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        if ctx.versions != [_version(x) for x in ctx.inputs]:
+            raise UnsupportedError(
+                "an input of an operation with trained parameters was changed in place before the backward pass, which needs "
+                "it as it was: write x = x + y in place of x += y"
+            )
+        given = [(y, g) for y, g in zip(ctx.outputs, grads, strict=True) if g is not None]
+        wanted = [x for x in ctx.inputs if x.requires_grad]
+        ys, gs = zip(*given, strict=True)
+        with torch.enable_grad():
+            found = torch.autograd.grad(ys, [*wanted, *ctx.inside], gs, allow_unused=True)
+        inside = [
+            torch.zeros_like(x) if g is None else g for x, g in zip(ctx.inside, found[len(wanted) :], strict=True)
+        ]
+        ctx.tell(inside)
+        rest = iter(found)
+        return (None, None, None, *(next(rest) if x.requires_grad else None for x in ctx.inputs))
+
+
+def watched_inside(
+    call: Callable[..., tuple[list[Tensor], list[Tensor]]],
+    tell: Callable[[list[Tensor]], None],
+    parameter: Tensor,
+    *inputs: Tensor,
+) -> tuple[Tensor, ...]:
+    """The results of `call(*inputs) -> (results, tensors inside)`; `tell` gets the gradients of those inside."""
+    return _Inside.apply(call, tell, parameter, *inputs)
+
+
 def from_gradients(gradients: Callable[..., Any]) -> Callable[..., Any]:
     def apply(capture, func, args, kwargs):
         leaves, spec = tree_flatten((args, kwargs))

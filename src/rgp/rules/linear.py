@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rgp.rules import RULES, rule
+from rgp.rules import rule
+from rgp.rules.copies import stacked_product
 from rgp.rules.examples import by_example
 
 
@@ -29,7 +30,7 @@ class _MatMul(torch.autograd.Function):
             wants_thin = slot.needs_left if transposed else slot.needs_right
             keep_x = slot.needs_right if transposed else slot.needs_left
             if wants_thin:
-                thin = F.linear(x, slot.R if transposed else slot.Lt)
+                thin = F.linear(x, (slot.R if transposed else slot.Lt).to(x.dtype))
         ctx.save_for_backward(x if keep_x else None, thin, weight)
         ctx.needs_x = x.requires_grad
         return y
@@ -63,71 +64,42 @@ def product(capture, x: Tensor, weight: Tensor, bias: Tensor | None, *, transpos
     slot, is_transpose = capture.find(weight)
     if slot is None:  # the weight is frozen: only the bias is trained
         y = F.linear(x, weight) if transposed else torch.matmul(x, weight)
-        return y if bias is None else RULES[torch.add](capture, torch.add, (y, bias), {})
+        return y if bias is None else capture.run(torch.add, y, bias)
     bias_slot = None if bias is None else capture.slot(bias)
     if bias is not None and bias_slot is None and bias.requires_grad:  # a computed one, which needs its own gradient
         return product(capture, x, weight, None, transposed=transposed) + bias
     if is_transpose:
         weight, transposed = weight.t(), not transposed
     frozen_bias = bias if bias is None or bias_slot is None else bias.detach()
-    return _MatMul.apply(x, weight, frozen_bias, slot, bias_slot, transposed, capture.examples)
+    return _MatMul.apply(x, weight, frozen_bias, slot, bias_slot, transposed, capture.rows(x))
 
 
-@rule(F.linear, transposed=True)
+@rule(F.linear, transposed=True, picked=True)
 def linear(capture, func, args, kwargs):
     x, weight, bias = _bind(("input", "weight", "bias"), args, kwargs)
     return product(capture, x, weight, bias, transposed=True)
 
 
-@rule(torch.addmm, torch.Tensor.addmm, transposed=True)
+@rule(torch.addmm, torch.Tensor.addmm, transposed=True, picked=True)
 def addmm(capture, func, args, kwargs):
     bias, x, weight = _bind(("input", "mat1", "mat2"), args, kwargs)
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1 or capture.slot(x) is not None:
-        return _refuse(capture, func, (*args, *kwargs.values()))
+        return NotImplemented
     return product(capture, x, weight, bias, transposed=False)
 
 
-@rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, transposed=True)
+@rule(
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, transposed=True, picked=True
+)
 def matmul(capture, func, args, kwargs):
     x, weight = _bind(("input", "mat2" if "mat2" in kwargs else "other"), args, kwargs)
     slot, _ = capture.find(weight)
     if slot is None or capture.slot(x) is not None or weight.dim() != 2:
-        return _refuse(capture, func, (*args, *kwargs.values()))
+        return stacked_product(capture, func, x, weight)
     return product(capture, x, weight, None, transposed=False)
-
-
-@rule(torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__, transposed=True)
-def transpose(capture, func, args, kwargs):
-    slot, transposed = capture.find(args[0])
-    if len(slot.entry.shape) != 2:
-        return _refuse(capture, func, args)
-    result = func(*args, **kwargs)
-    capture.remember(result, slot, not transposed)
-    return result
-
-
-@rule(torch.transpose, torch.Tensor.transpose, transposed=True)
-def swap(capture, func, args, kwargs):
-    tensor, a, b = _bind(("input", "dim0", "dim1"), args, kwargs)
-    slot, transposed = capture.find(tensor)
-    if len(slot.entry.shape) != 2:
-        return _refuse(capture, func, (tensor,))
-    result = func(*args, **kwargs)
-    capture.remember(result, slot, transposed == ((a - b) % 2 == 0))
-    return result
 
 
 def _bind(names, args, kwargs):
     bound = dict(zip(names, args, strict=False))
     bound.update({k: v for k, v in kwargs.items() if k in names})
     return [bound.get(name) for name in names]
-
-
-def _refuse(capture, func, args):
-    from rgp.errors import UnsupportedError
-
-    name = next(slot.entry.name for slot in map(capture.slot, args) if slot is not None)
-    raise UnsupportedError(
-        f"parameter {name!r} is trained but was used in {getattr(func, '__name__', func)} in a way that has no rule "
-        "(as the left operand, scaled, or with more than two dimensions). Freeze it, or write it as F.linear."
-    )

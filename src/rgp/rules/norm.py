@@ -8,8 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from rgp.errors import UnsupportedError
 from rgp.rules import rule
-from rgp.rules.elementwise import per_example_sum
-from rgp.rules.examples import by_example
+from rgp.rules.examples import by_example, per_example_sum
 from rgp.rules.generic import watched
 
 _aten = torch.ops.aten
