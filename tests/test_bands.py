@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -257,6 +259,17 @@ def test_renyi_accounting_chooses_too():
     found = band_choice.choose(epsilon=3, accountant="rdp", **RUN)
     assert found.bands > 1
     assert found.noise_multiplier == bands.calibrate(epsilon=3, bands=found.bands, accountant="rdp", **SST2)
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_script_prints():
+    experiments = Path(__file__).parents[1] / "experiments"
+    sys.path.insert(0, str(experiments))
+    import bands_worth
+
+    page = (experiments.parent / "docs" / "correlated-noise.md").read_text(encoding="utf-8")
+    for line in [*bands_worth.table(), *bands_worth.choices()]:
+        assert line in page
 
 
 @pytest.mark.parametrize(

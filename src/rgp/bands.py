@@ -57,7 +57,7 @@ def coefficients(bands: int, steps: int, *, momentum: float = 0.0) -> np.ndarray
 
     Rates are not asked for: what is best for a constant rate has at most 0.9% more noise than what is best for the
     schedule where bands <= steps / 4, and 2.1% more for bands = steps (120 steps; bands 4, 8, 32, 120; momentum 0 and 0.9;
-    linear and cosine decay, a warm-up before it, a drop to a tenth). The closed form has up to 25% more noise, for 64
+    linear and cosine decay, a warm-up before it, a drop to a tenth; at the last step alone up to 6.5%). The closed form has up to 25% more noise, for 64
     bands and 10,000 steps; within 3% it is only where bands come close to steps, or with momentum where they are few.
     """
     check_count("bands", bands, least=1)
