@@ -180,6 +180,18 @@ def test_no_group_has_more_turns_than_are_accounted():
         assert (event.count, event.sampling_rate) == (turns, pytest.approx(0.001 * count))
 
 
+def test_groups_are_charged_for_their_own_releases():
+    one, other = bands.Event(0.1, 1.0), bands.Event(0.1, 2.0)
+    turns = [(step % 3, one) for step in range(8)]  # 3, 3 and 2 turns
+    assert bands.charged_groups(turns) == [(bands.Event(0.1, 1.0, 3),)]
+    assert bands.charged_groups([]) == []
+    # a step drawn again, by which the last group has as many: neither outdoes the other if it was another event
+    assert bands.charged_groups([*turns, (2, one)]) == [(bands.Event(0.1, 1.0, 3),)]
+    assert bands.charged_groups([*turns, (2, one), (2, one)]) == [(bands.Event(0.1, 1.0, 4),)]
+    assert len(bands.charged_groups([*turns, (2, other)])) == 2
+    assert len(bands.charged_groups([*turns, (1, other)])) == 1
+
+
 def test_more_bands_than_groups_can_be_filled_are_refused():
     assert 3 / 147 * 49 < 1 == bands.group_rate(3 / 147, 49)  # a bit below in floating point, elsewhere a bit above
     assert bands.group_rate((1 + 2**-52) / 4, 4) == 1
