@@ -34,6 +34,16 @@ def test_a_row_more_moves_nobody():
     assert np.array_equal(deal(STREAMS, 1001, 7)[:1000], deal(STREAMS, 1000, 7))
 
 
+@pytest.mark.parametrize("bands", [3, 7, 1000])
+def test_the_group_of_one_example_can_be_had_without_the_others(bands):
+    """Example i has the i-th number of its stream, wherever the counter starts (Philox gives four at a time)."""
+    groups = deal(STREAMS, 5000, bands)
+    for i in (0, 1, 17, 4998):
+        rng = STREAMS.generator("sampling", DEALING)
+        rng.bit_generator.advance(i // 4)
+        assert groups[i] == int(rng.random(i % 4 + 1)[-1] * bands)
+
+
 def test_groups_depend_on_the_secret():
     assert (deal(STREAMS, 1000, 2) != deal(Streams.from_seed(4), 1000, 2)).mean() > 0.4
 
