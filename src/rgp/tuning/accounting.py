@@ -11,6 +11,7 @@ epsilon 6.8 by pld and 9.0 by rdp where one costs 4.7.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -51,10 +52,11 @@ def search_profile(trials: Sequence[Trial], law: Law, *, delta: float) -> Search
 
 def trial_profile(trials: Sequence[Trial], *, delta: float) -> Profile:
     """Of a trial whose kind is drawn first, and put out with it: the mean of the kinds' profiles."""
-    kinds = [(composed_pld(merged, delta), fft_rounding(merged)) for merged in map(merge, trials)]
+    counts = Counter(map(merge, trials))
+    kinds = [(composed_pld(merged, delta), fft_rounding(merged), n / counts.total()) for merged, n in counts.items()]
 
     def profile(eps: float) -> float:
-        return sum(min(1.0, max(0.0, float(pld.get_delta(eps))) + slack) for pld, slack in kinds) / len(kinds)
+        return sum(share * min(1.0, max(0.0, float(pld.get_delta(eps))) + slack) for pld, slack, share in kinds)
 
     return profile
 
@@ -104,8 +106,8 @@ def calibrate(
         low, high = high, 2 * high
         if high > MOST_NOISE * RESOLUTION:
             raise ValueError(
-                f"epsilon={epsilon:g} at delta={delta:g} is out of reach of a search: noise in the training steps does not bring it "
-                f"down to that. Ask for a larger epsilon, fewer trials, or more noise on the score."
+                f"epsilon={epsilon:g} at delta={delta:g} is out of reach of a search: noise in the training steps does not "
+                "bring it down to that. Ask for a larger epsilon, fewer trials, or more noise on the score."
             )
         costs[high] = cost(high)
     while high - low > 1:
@@ -125,7 +127,7 @@ def _cost(trials: list[Trial], law: Law, delta: float, accountant: str) -> float
 def _between(low: int, high: int, above: float, within: float, target: float) -> int:
     """Where a power law through both ends meets the target, kept off the ends so that the interval shrinks from both sides."""
     k = (low + high) // 2
-    if 0 < low and math.isfinite(above) and 0 < within < above:
+    if low > 0 and math.isfinite(above) and 0 < within < above:
         share = math.log(above / target) / math.log(above / within)
         k = round(low * (high / low) ** share)
     margin = max(1, (high - low) // 50)

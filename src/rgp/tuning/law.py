@@ -55,7 +55,9 @@ class Law:
         except ValueError:
             shape = math.nan
         if not 0 <= shape < math.inf:
-            raise ValueError(f"law={name!r} must be one of {', '.join(LAWS)}, or {PREFIX}SHAPE with a shape of 0 or more.")
+            raise ValueError(
+                f"law={name!r} must be one of {', '.join(LAWS)}, or {PREFIX}SHAPE with a shape of 0 or more."
+            )
         return cls(float(mean), shape)
 
     @property
