@@ -100,7 +100,11 @@ def calibrate(
     def cost(k: int) -> float:
         return _cost(list(trials_at(k / RESOLUTION)), law, delta, accountant)
 
-    low, high = 0, RESOLUTION  # in units of 1 / RESOLUTION; the cost at `low` is above epsilon, at `high` within it
+    low, high, last = (
+        0,
+        RESOLUTION,
+        0,
+    )  # in units of 1 / RESOLUTION; the cost at `low` is above epsilon, at `high` within it
     costs: dict[int, float] = {0: math.inf, high: cost(high)}
     while costs[high] > epsilon:
         low, high = high, 2 * high
@@ -110,10 +114,15 @@ def calibrate(
                 "bring it down to that. Ask for a larger epsilon, fewer trials, or more noise on the score."
             )
         costs[high] = cost(high)
+    stride = 0  # away from the last value, towards the other end: 0 for a new guess
     while high - low > 1:
-        k = _between(low, high, costs[low], costs[high], epsilon)
+        guess = _between(low, high, costs[low], costs[high], epsilon)
+        k = guess if stride == 0 else last + stride if costs[last] > epsilon else last - stride
+        k = min(max(k, low + 1), high - 1)
         costs[k] = cost(k)
+        crossed = stride != 0 and (costs[k] > epsilon) != (costs[last] > epsilon)
         low, high = (low, k) if costs[k] <= epsilon else (k, high)
+        last, stride = k, 0 if crossed else max(1, 4 * stride)
     return high / RESOLUTION
 
 
@@ -125,10 +134,8 @@ def _cost(trials: list[Trial], law: Law, delta: float, accountant: str) -> float
 
 
 def _between(low: int, high: int, above: float, within: float, target: float) -> int:
-    """Where a power law through both ends meets the target, kept off the ends so that the interval shrinks from both sides."""
-    k = (low + high) // 2
-    if low > 0 and math.isfinite(above) and 0 < within < above:
-        share = math.log(above / target) / math.log(above / within)
-        k = round(low * (high / low) ** share)
-    margin = max(1, (high - low) // 50)
-    return min(max(k, low + margin), high - margin)
+    """Where a power law through both ends meets the target; the middle where there is none."""
+    if low == 0 or not (math.isfinite(above) and 0 < within < above):
+        return (low + high) // 2
+    share = math.log(above / target) / math.log(above / within)
+    return round(low * (high / low) ** share)

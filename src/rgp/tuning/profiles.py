@@ -19,7 +19,8 @@ W(u) Q(y) - exp(epsilon) W(T(u)) Q'(y) <= f(Q / Q') Q'(y). Sum over y. "Nothing"
 convex functions, so convex, and an f-divergence is at most that of any pair that dominates the profile.  QED
 
 Poisson with T(u) <= exp(e) u + delta(e) and u <= 1 put in at once gives the bound for privacy profiles of Koskela et al. (ICML
-2024): delta_search(epsilon) <= m delta(epsilon - m (exp(e) - 1) - m delta(e)). Keeping u inside the maximum is never worse.
+2024): delta_search(epsilon) <= m delta(epsilon - m (exp(e) - 1) - m delta(e)). Keeping u inside the maximum is never worse, and
+little is left to gain: for Gaussian trials there is an order of their outcomes for which the truth is 1 to 5% below (tests).
 
 `search_delta` is an upper bound of D_f: u is cut into cells, in each of which W(u) is taken at the lower end and T at the upper
 one; f is replaced by its chords between knots r_j, and above the last one by its steepest slope W(0). The chords are a sum of
@@ -43,6 +44,7 @@ Profile = Callable[[float], float]
 KNOTS = np.unique(np.concatenate([np.linspace(0, 1, 51), np.linspace(1, 4, 76), np.linspace(4, 40, 181)]))
 CELLS = np.concatenate([[0.0], np.logspace(-10, 0, 2001)])
 LARGEST = 100.0  # epsilon
+NOTHING = 1e-11  # a delta that is not worth another look
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,12 @@ class SearchProfile:
 
     @classmethod
     def of(cls, law: Law, profile: Profile, knots: np.ndarray = KNOTS, cells: np.ndarray = CELLS) -> SearchProfile:
-        deltas = np.array([min(1.0, max(0.0, profile(float(e)))) for e in knots])
+        deltas = np.zeros(len(knots))
+        for i, e in enumerate(knots):
+            if i and deltas[i - 1] < NOTHING:  # a profile falls: the last value bounds all that follow
+                deltas[i:] = deltas[i - 1]
+                break
+            deltas[i] = min(1.0, max(0.0, profile(float(e))))
         return cls(law, knots, deltas, cells)
 
     @cached_property
@@ -101,4 +108,4 @@ def reach(u: np.ndarray, knots: np.ndarray, deltas: np.ndarray) -> np.ndarray:
     grow = np.exp(knots)[None, :]
     u, deltas = np.asarray(u, float)[:, None], deltas[None, :]
     both = np.minimum(grow * u + deltas, 1 - (1 - deltas - u) / grow)
-    return np.minimum(1.0, both.min(1))
+    return np.minimum(1.0, both.min(1) * (1 + 1e-12))  # more than rounding takes away

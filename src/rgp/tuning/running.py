@@ -147,20 +147,21 @@ def go_on(out: Path, *, keep_trials: bool = False, say: Callable[[str], None] = 
         if not keep_trials:
             trials.remove()
         return found
-    base = configs.load(trials.base)
-    trials.begin(base.run.seed)
-    drawn = Drawn(trials.streams(), plan.law, plan.space)
-    run_trials(out, plan, trials, drawn, keep_trials=keep_trials)
-    scores = trials.scores()
-    best = best_of(scores)
-    if best is None:
-        result = finish(out, plan, None)
-    else:
-        result = release(out, plan, trials.folder(best), drawn.settings(best), scores[best])
-    if not keep_trials:
-        trials.remove()
-    else:
-        say(f"{trials.path} was kept: what is in it is secret, and the guarantee does not cover it")
+    with trials.locked():
+        base = configs.load(trials.base)
+        trials.begin(base.run.seed)
+        drawn = Drawn(trials.streams(), plan.law, plan.space)
+        run_trials(out, plan, trials, drawn, keep_trials=keep_trials)
+        scores = trials.scores()
+        best = best_of(scores)
+        if best is None:
+            result = finish(out, plan, None)
+        else:
+            result = release(out, plan, trials.folder(best), drawn.settings(best), scores[best])
+        if keep_trials:
+            say(f"{trials.path} was kept: what is in it is secret, and the guarantee does not cover it")
+        else:
+            trials.remove()
     return result
 
 

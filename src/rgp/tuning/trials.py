@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ from rgp.streams import SECRET_BYTES, Streams
 from rgp.tuning import space
 from rgp.tuning.law import Law
 from rgp.tuning.scores import Score, noisy_count
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes on one search are not prevented
+    fcntl = None  # type: ignore[assignment]
 
 
 class Drawn:
@@ -66,6 +73,21 @@ class Trials:
 
     def make(self) -> None:
         self.path.mkdir(mode=0o700)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time works on a search."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise ValueError(
+                f"another process goes on with the search in {self.path.parent}; wait for it, or end it"
+            ) from None
+        finally:
+            os.close(handle)
 
     def begin(self, seed: int | None) -> None:
         """Draw the secret, unless it is there."""
@@ -126,7 +148,7 @@ def train_trial(run: Callable[[bool], Any], folder: Path, planned: tuple[Event, 
             run(True)
             if released(folder) == merge(planned):
                 return
-        except (RunFolderError, LedgerError):  # damaged, or releases without a checkpoint to go on from
+        except RunFolderError:  # releases on record, and no checkpoint to go on from
             pass
         shutil.rmtree(folder)
     run(False)
