@@ -100,30 +100,49 @@ def calibrate(
     def cost(k: int) -> float:
         return _cost(list(trials_at(k / RESOLUTION)), law, delta, accountant)
 
-    low, high, last = (
-        0,
-        RESOLUTION,
-        0,
-    )  # in units of 1 / RESOLUTION; the cost at `low` is above epsilon, at `high` within it
-    costs: dict[int, float] = {0: math.inf, high: cost(high)}
-    while costs[high] > epsilon:
-        low, high = high, 2 * high
-        if high > MOST_NOISE * RESOLUTION:
-            raise ValueError(
-                f"epsilon={epsilon:g} at delta={delta:g} is out of reach of a search: noise in the training steps does not "
-                "bring it down to that. Ask for a larger epsilon, fewer trials, or more noise on the score."
-            )
-        costs[high] = cost(high)
-    stride = 0  # away from the last value, towards the other end: 0 for a new guess
-    while high - low > 1:
-        guess = _between(low, high, costs[low], costs[high], epsilon)
-        k = guess if stride == 0 else last + stride if costs[last] > epsilon else last - stride
-        k = min(max(k, low + 1), high - 1)
+    def rough(k: int) -> float:
+        """Milliseconds; of the costliest kind."""
+        kinds = {merge(trial) for trial in trials_at(k / RESOLUTION)}
+        return max(_cost([kind], law, delta, "rdp") for kind in kinds)
+
+    guess = RESOLUTION
+    if accountant == "pld" and not any(e.max_batch for trial in trials_at(1.0) for e in trial):
+        guess = min(round(0.8 * _least(rough, epsilon, guess)), MOST_NOISE * RESOLUTION)
+    least = _least(cost, epsilon, guess)
+    if least > MOST_NOISE * RESOLUTION:
+        raise ValueError(
+            f"epsilon={epsilon:g} at delta={delta:g} is out of reach of a search: noise in the training steps does not bring it "
+            "down to that. Ask for a larger epsilon, fewer trials, or more noise on the score."
+        )
+    return least / RESOLUTION
+
+
+def _least(cost: Callable[[int], float], target: float, guess: int) -> int:
+    """The smallest k with a cost of at most `target`, for a cost that falls; above the most noise if there is none."""
+    costs: dict[int, float] = {}
+
+    def fits(k: int) -> bool:
         costs[k] = cost(k)
-        crossed = stride != 0 and (costs[k] > epsilon) != (costs[last] > epsilon)
-        low, high = (low, k) if costs[k] <= epsilon else (k, high)
-        last, stride = k, 0 if crossed else max(1, 4 * stride)
-    return high / RESOLUTION
+        return costs[k] <= target
+
+    low = high = guess
+    if fits(guess):
+        while low > 1 and fits(low := low * 9 // 10):
+            high = low
+    else:
+        while high <= MOST_NOISE * RESOLUTION and not fits(high := high * 9 // 8 + 1):
+            low, high = high, high * max(1, len(costs) // 8)  # in longer strides, if it is far away
+        if high > MOST_NOISE * RESOLUTION:
+            return high
+    while high - low > 1:
+        # A guess, then a look at its other side, near by: both ends close in.
+        k = min(max(_between(low, high, costs[low], costs[high], target), low + 1), high - 1)
+        near = max(1, (high - low) // 100)
+        low, high = (low, k) if fits(k) else (k, high)
+        if high - low > 1:
+            k = max(low + 1, k - near) if high == k else min(high - 1, k + near)
+            low, high = (low, k) if fits(k) else (k, high)
+    return high
 
 
 def _cost(trials: list[Trial], law: Law, delta: float, accountant: str) -> float:
