@@ -93,6 +93,7 @@ def test_spaces_that_cannot_be(space):
 
 
 def test_the_best_is_the_highest_and_the_first_of_equals():
+    assert best_of({0: 1.0, 1: 5.0, 2: 3.0}) == 1
     assert best_of({0: 1.0, 1: 5.0, 2: 5.0, 3: 4.0}) == 1
     assert best_of({}) is None
     assert draw({"a": [1]}, np.random.default_rng(0)) == {"a": 1}
