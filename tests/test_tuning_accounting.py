@@ -268,3 +268,44 @@ def test_a_budget_that_the_score_alone_exceeds_is_out_of_reach():
         search.calibrate(
             lambda s: [[Event(0.1, s, 10), Event(1.0, 0.5)]], Law(10), epsilon=1.0, delta=DELTA, accountant="rdp"
         )
+
+
+# ---------------------------------------------------------------------- the search of docs/tuning.md
+
+
+def test_the_search_over_digits_costs_epsilon_8_by_an_independent_computation():
+    """Ten trials of digits-rgp, geometric, from the atoms of dp-accounting's own loss distribution: no chords, another grid."""
+    from dp_accounting import dp_event
+    from dp_accounting.pld import PLDAccountant
+
+    sigma, mean = 1.7867, 10
+    trial = [Event(256 / 1438, sigma, 112), Event(1.0, 5.0)]
+    found = search.epsilon([trial], Law.named("geometric", mean), delta=DELTA)
+    assert 7.99 < found <= 8.0
+
+    accountant = PLDAccountant(value_discretization_interval=1e-3)
+    accountant.compose(dp_event.PoissonSampledDpEvent(256 / 1438, dp_event.GaussianDpEvent(sigma)), 112)
+    accountant.compose(dp_event.GaussianDpEvent(5.0))
+    pld = accountant._pld
+    grid = np.linspace(0, 30, 1501)
+    deltas = np.asarray(pld.get_delta_for_epsilon(grid))
+    u = np.logspace(-9, 0, 1500)
+    t = np.array([min(1.0, np.min(np.exp(grid) * x + deltas), np.min(1 - np.exp(-grid) * (1 - deltas - x))) for x in u])
+
+    def weight(x):  # of the geometric law: phi(z) = z / (m - (m - 1) z), differentiated at 1 - x
+        return mean / (1 + (mean - 1) * x) ** 2
+
+    def delta(epsilon):
+        worst = 0.0
+        for pmf in (pld._pmf_remove, pld._pmf_add):
+            dense = pmf.to_dense_pmf()
+            losses = (dense._lower_loss + np.arange(len(dense._probs))) * dense._discretization
+            there = dense._probs > 0
+            probabilities, losses = dense._probs[there], losses[there]
+            gain = np.zeros(len(losses))
+            for a, b in zip(weight(u), weight(t), strict=True):
+                np.maximum(gain, a - b * np.exp(np.minimum(epsilon - losses, 50)), out=gain)
+            worst = max(worst, float(probabilities @ gain) + mean * dense._infinity_mass)
+        return worst
+
+    assert delta(found) <= DELTA < delta(0.99 * found)
