@@ -220,6 +220,7 @@ def test_arguments_that_cannot_be(wrong, named):
 # ---------------------------------------------------------------------- plans
 
 
+@pytest.mark.slow
 def test_settings_of_different_length_are_planned_together():
     said = []
     best = rgp.tune(
