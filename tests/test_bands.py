@@ -303,7 +303,7 @@ def test_the_page_shows_what_the_script_prints():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: bands.closed_form(0), "bands=0 must be a whole number, 1 or more"),
+        (lambda: bands.closed_form(0), "bands must be an integer of at least 1; got 0"),
         (lambda: bands.coefficients(2, 10, momentum=1.0), "momentum=1.0 must be 0 or more and below 1"),
         (lambda: bands.noise_in_weights([1.0], 3, rates=[1, 2]), "rates must be 3 finite numbers"),
         (lambda: bands.noise_in_weights([0.9], 3), "squares sum to 1"),

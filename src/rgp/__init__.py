@@ -22,6 +22,7 @@ from rgp.plan import Plan, make_plan
 from rgp.privatize import privatize
 from rgp.public import without_labels
 from rgp.run import Run
+from rgp.tuning.api import tune
 
 __all__ = [
     "DPSGD",
@@ -49,5 +50,6 @@ __all__ = [
     "make_plan",
     "privatize",
     "resume",
+    "tune",
     "without_labels",
 ]

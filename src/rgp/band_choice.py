@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rgp.bands import calibrate, coefficients, events, group_rate, noise_in_weights, noise_of_a_step
-from rgp.composition import Event, check_count, check_positive, coarse_epsilon, composed_epsilon, merge, rough_epsilon
+from rgp.composition import Event, coarse_epsilon, composed_epsilon, merge, rough_epsilon
+from rgp.validate import check_count, check_positive
 
 SAME = 1.01  # two numbers of bands whose noise differs by less than this ratio count as equal: the smaller one wins
 WORTH = 1.05  # and against independent noise, whose single steps are quieter, correlated noise must win by this one

@@ -19,7 +19,8 @@ from dataclasses import replace
 import numpy as np
 
 from rgp import accounting
-from rgp.composition import Event, check_count, merge
+from rgp.composition import Event, merge
+from rgp.validate import check_count
 
 _CALM = 0.02  # weight, on logarithmic scales, of the noise of single steps beside the noise in the weights
 _LARGEST_RATIO = 1 - 1e-6  # of neighbouring coefficients; at 1 the inverse no longer decays

@@ -270,8 +270,9 @@ if typer is not None:
     from rgp.report import command as _report
     from rgp.reproduce import command as _reproduce
     from rgp.train import command as _train
+    from rgp.tuning import command as _tune
 
-    for _group_of_commands in (_train, _data, _report, _bench, _analysis, _attack, _audit, _plan, _reproduce):
+    for _group_of_commands in (_train, _data, _report, _bench, _analysis, _attack, _audit, _plan, _reproduce, _tune):
         _group_of_commands.register(app)
     app.command()(account)
     app.command()(calibrate)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rgp.composition import check_count
 from rgp.streams import Streams
+from rgp.validate import check_count
 
 DEALING = 1 << 62  # in the place of the step, where no run gets to: what is dealt shares no number with what is drawn
 

@@ -1,0 +1,219 @@
+"""One search from its config to its release. Can be interrupted at any moment and gone on with.
+
+config, space -> plan -> trials, one after the other, each scored -> the best one released -> the trials removed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rgp import accounting
+from rgp.ledger import make_folder
+from rgp.train import config as configs
+from rgp.train import runner, setup
+from rgp.train.config import Config, ConfigError
+from rgp.train.errors import Interrupted, RunFolderError
+from rgp.train.folder import RunFolder, check_writable, free_name
+from rgp.train.sections import scalar
+from rgp.train.weights import load_trained
+from rgp.tuning.law import Law
+from rgp.tuning.plan import Plan, Shape, make_plan
+from rgp.tuning.progress import OverTrials
+from rgp.tuning.release import finish, release
+from rgp.tuning.scores import Score, default_noise
+from rgp.tuning.space import check_space, combinations
+from rgp.tuning.trials import Drawn, Trials, best_of, train_trial
+
+FIXED = ("data", "budget", "run")  # sections that no trial may differ in: rows, privacy, randomness
+
+
+class SearchInterrupted(Interrupted):
+    """A search was asked to stop by a signal, and is saved."""
+
+    def __init__(self, out: Path, signal: int) -> None:
+        self.signal = signal
+        Exception.__init__(self, f"stopped; everything is saved. Go on with: rgp tune --resume --out {out}")
+
+
+def read_space(path: Path) -> dict[str, list[Any]]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--space {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--space {path} cannot be read: {' '.join(str(error).split())}") from error
+    space = check_space(content)
+    for key in space:
+        if key not in configs.KEYS:
+            raise ConfigError([f"{path}: {key}: there is no such key; rgp train --print-config lists them"])
+        if key.partition(".")[0] in FIXED:
+            raise ConfigError([f"{path}: {key}: all trials have the same rows, budget and way to run; take it out"])
+    return space
+
+
+Load = Callable[[list[str]], Config]  # changes, as of --set -> the config with them
+
+
+def plan_search(
+    load: Load,
+    space: dict[str, list[Any]],
+    *,
+    law: Law,
+    epsilon: float | None = None,
+    score: str | None = None,
+    score_rows: str = "held-out",
+    score_noise: float | None = None,
+) -> Plan:
+    """Every setting is checked against the config and the data before anything is trained."""
+    base = load([])
+    epsilon = base.budget.epsilon if epsilon is None else epsilon
+    if epsilon is None:
+        raise ConfigError(["budget.epsilon = null: a search needs a budget; give --epsilon"])
+    tried = [load(changes(settings)) for settings in combinations(space)]
+    if not all(config.private for config in [base, *tried]):
+        raise ConfigError([f"method.name = {base.method.name}: a search over runs without noise protects nobody"])
+    data = setup.make(base).data
+    shapes = [
+        Shape(config.training.batch_size, setup.check_against_data(config, data), config.training.max_batch)
+        for config in tried
+    ]
+    made = make_score(data, score, score_rows, score_noise)
+    private = len(data.train) + (len(data.test) if made.kind == "private" and made.where == "held-out" else 0)
+    delta = accounting.default_delta(private) if base.budget.delta is None else base.budget.delta
+    accounting.check_delta(delta, private)
+    return make_plan(
+        shapes,
+        space=space,
+        dataset_size=len(data.train),
+        law=law,
+        score=made,
+        epsilon=epsilon,
+        delta=delta,
+        accountant=base.budget.accountant,
+    )
+
+
+def make_score(data: Any, kind: str | None, where: str, noise: float | None) -> Score:
+    """public by default where there is a published test split, private elsewhere."""
+    kind = kind or ("public" if data.published_test and where == "held-out" and noise is None else "private")
+    if kind == "public" and (where == "training" or not data.published_test):
+        raise ValueError(
+            f"--score public: the {where} rows of these data are private. Use --score private, which adds noise to the score "
+            "and charges for it, or data that come with a published test split."
+        )
+    rows = len(data.train if where == "training" else data.test)
+    return Score(
+        kind=kind, rows=rows, where=where, noise=default_noise(rows) if kind == "private" and noise is None else noise
+    )
+
+
+def changes(settings: dict[str, Any]) -> list[str]:
+    return [f"{key}={scalar(value)}" for key, value in settings.items()]
+
+
+# ---------------------------------------------------------------------- the search
+
+
+def begin(out: Path, base: Config, plan: Plan) -> None:
+    """OUT, with its plan, which is public, and with the settings that all trials share."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        unfinished = (out / "tune.json").exists() and not RunFolder.read_json(out / "tune.json")["finished"]
+        go_on = f" Go on with the search in it: rgp tune --resume --out {out}. Or c" if unfinished else " C"
+        raise RunFolderError(f"{out} exists and is not empty; it was not touched.{go_on}hoose --out {free_name(out)}")
+    check_writable(out)
+    make_folder(out)
+    trials = Trials(out)
+    trials.make()
+    folder = RunFolder(out)
+    folder.write_text(trials.base, base.to_yaml())
+    folder.write_json(out / "tune.json", {**plan.to_dict(), "finished": False, "best": None})
+
+
+def read_plan(out: Path) -> Plan:
+    """Of the search in OUT, begun before."""
+    if not (out / "tune.json").exists():
+        raise RunFolderError(f"there is no search in {out} to go on with; leave --resume out to start one")
+    return Plan.from_dict(RunFolder.read_json(out / "tune.json"))
+
+
+def go_on(out: Path, *, keep_trials: bool = False, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """All that is left of the search in OUT. Returns what tune.json holds at its end."""
+    found, plan, trials = RunFolder.read_json(out / "tune.json"), read_plan(out), Trials(out)
+    if found["finished"]:  # perhaps interrupted while it was tidying up
+        if not keep_trials:
+            trials.remove()
+        return found
+    with trials.locked():
+        base = configs.load(trials.base)
+        trials.begin(base.run.seed)
+        drawn = Drawn(trials.streams(), plan.law, plan.space)
+        run_trials(out, plan, trials, drawn, keep_trials=keep_trials)
+        scores = trials.scores()
+        best = best_of(scores)
+        if best is None:
+            result = finish(out, plan, None)
+        else:
+            result = release(out, plan, trials.folder(best), drawn.settings(best), scores[best])
+        if keep_trials:
+            say(f"{trials.path} was kept: what is in it is secret, and the guarantee does not cover it")
+        else:
+            trials.remove()
+    return result
+
+
+def run_trials(out: Path, plan: Plan, trials: Trials, drawn: Drawn, *, keep_trials: bool) -> None:
+    done = trials.scores()
+    progress = OverTrials(drawn.count, len(done))
+    try:
+        for i in range(drawn.count):
+            if i in done:
+                continue
+            progress.trial(i)
+            config = trial_config(trials.base, plan, drawn, i)
+            shape = Shape(config.training.batch_size, steps_of(config, plan), config.training.max_batch)
+
+            def run(resume: bool, config: Config = config, i: int = i) -> None:
+                runner.train(config, trials.folder(i), progress=progress, resume=resume)
+
+            train_trial(run, trials.folder(i), shape.events(plan.dataset_size, plan.noise[shape]))
+            done = trials.add(i, drawn.score(i, right_answers(trials.folder(i), plan.score), plan.score))
+            if not keep_trials:
+                trials.drop_beaten(done)
+    except Interrupted as error:
+        raise SearchInterrupted(out, error.signal) from error
+    finally:
+        progress.close()
+
+
+def trial_config(base: Path, plan: Plan, drawn: Drawn, trial: int) -> Config:
+    """The settings that were drawn, with the noise that was planned for them."""
+    given = changes(drawn.settings(trial))
+    config = configs.load(base, changes=given)
+    shape = Shape(config.training.batch_size, steps_of(config, plan), config.training.max_batch)
+    given += [f"budget.noise_multiplier={scalar(plan.noise[shape])}", f"budget.delta={scalar(plan.delta)}"]
+    if (seed := drawn.seed(trial)) is not None:
+        given.append(f"run.seed={seed}")
+    return configs.load(base, changes=given)
+
+
+def steps_of(config: Config, plan: Plan) -> int:
+    training = config.training
+    if training.steps is not None:
+        return training.steps
+    assert training.epochs is not None
+    return accounting.planned_steps(training.epochs, plan.dataset_size, training.batch_size)
+
+
+def right_answers(folder: Path, score: Score) -> float:
+    """Of the trial's published model. At most 1 for each row, whatever the model does."""
+    settings, parts, _ = load_trained(folder)
+    rows = parts.data.train if score.where == "training" else parts.data.test
+    batch = settings.training.microbatch_size or 32
+    _, right = setup.example_losses(
+        parts.model, rows, collate_fn=parts.data.collate_fn, device=parts.device, batch_size=batch
+    )
+    return float(right.double().nan_to_num(0.0).clamp(0, 1).sum())
