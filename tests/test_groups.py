@@ -104,7 +104,7 @@ def test_another_attempt_is_another_draw():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="bands=0"):
+    with pytest.raises(ValueError, match="bands must be an integer of at least 1; got 0"):
         deal(STREAMS, 10, 0)
     with pytest.raises(ValueError, match=r"rate=1.5 must be above 0 and at most 1"):
         draw_group(STREAMS, 0, deal(STREAMS, 10, 2), 2, 1.5)

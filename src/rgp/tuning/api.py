@@ -10,7 +10,7 @@ from typing import Any
 
 from rgp import accounting
 from rgp.composition import merge
-from rgp.engine import Run
+from rgp.run import Run
 from rgp.errors import WrongUseError
 from rgp.privatize import privatize
 from rgp.streams import Streams
