@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 import rgp
 from helpers import (
+    check_exact,
     privatize,
     seeded,
     spread,
     train,
 )
-from layers import CARRIED, EXACT, EXAMPLES, METHODS, check, examples
+from layers import CARRIED, EXACT, EXAMPLES, METHODS, check, examples, squares
 
 # -------- attention
 
@@ -150,10 +151,18 @@ def test_attention_with_sequence_first_transformers_is_refused():
 
 
 @pytest.mark.parametrize("module", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_are_refused(module):
-    model = nn.Sequential(module(4, 8, batch_first=True)).double()
-    with pytest.raises(rgp.UnsupportedError, match=rf"{module.__name__}.*'0.weight_ih_l0'.*overrides"):
-        privatize(model, examples(3, 4))
+@pytest.mark.parametrize("method", [CARRIED, rgp.DPSGD()], ids=["rgp", "dpsgd"])
+def test_recurrent_layers(module, method):
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = module(4, 8, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(16, 3)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0][:, -1])
+
+    plan = check_exact(Last().double(), examples(3, 4), squares, method=method, family="recurrent")
+    assert plan["rnn.weight_ih_l0"].treatment != "frozen"
 
 
 def test_a_frozen_lstm_under_a_trained_head_is_right():

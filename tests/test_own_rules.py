@@ -73,7 +73,7 @@ def test_a_registered_rule(own_rule, method, deferred, monkeypatch):
 
 def test_without_a_rule_the_parameter_is_named():
     model = nn.Sequential(nn.Linear(8, 8), OwnLayer(8), nn.Linear(8, 3)).double()
-    model, run = start(model)
+    model, run = start(model, method=rgp.RGP(rank=2, fallback="error"))
     with pytest.raises(rgp.UnsupportedError, match=r"'1.W'.*own_product.*overrides.*register a rule"):
         for batch in run:
             run.step(loss_of(model, batch))

@@ -97,11 +97,6 @@ def no_rule(_):
 
 
 @fault
-def lstm(_):
-    start(model=nn.Sequential(nn.LSTM(3, 2)))
-
-
-@fault
 def optimizer_lacks(_):
     model = small_model()
     rgp.privatize(model, torch.optim.SGD(model[0].parameters()), data(), batch_size=8, steps=2, noise_multiplier=1.0)

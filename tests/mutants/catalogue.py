@@ -508,8 +508,8 @@ PRIVATE = group(
         "batch statistics under no_grad are not looked at",
         (
             "capture.py",
-            "        if func in _BATCH_NORMS:\n",
-            "        if func in _BATCH_NORMS and torch.is_grad_enabled():\n",
+            "        if func in _BATCH_NORMS and any(",
+            "        if func in _BATCH_NORMS and torch.is_grad_enabled() and any(",
         ),
         by=("hostile/test_silent_ways.py::test_04_batch_norm_of_a_teacher_under_no_grad",),
     ),

@@ -6,7 +6,7 @@ mixes. So, before its first batch, the loop is handed a few small batches, whose
 thrown away:
 
     natural    up to eight examples
-    others     half of them replaced by other examples, three times: the gradients of those that stayed must not move
+    others     half of them replaced by other examples, four times: the gradients of those that stayed must not move
     extreme    the largest one replaced by the smallest, of another label if there is one: likewise
     fewer      half of them left out, the longest among them: likewise; a sum where a mean was promised shows here too
     copies     two copies of one example, under several seeds, if anything but dropout draws random numbers: what both
@@ -40,7 +40,7 @@ from rgp.torchstate import as_tree, forked_rng, has_rows, kept_rng, seed_others
 
 EXAMPLES = 8  # of a trial
 POOL = 24  # examples that are looked at for it
-OTHERS = 3  # times that half of them are replaced
+OTHERS = 4  # times that half of them are replaced
 SEEDS = 24  # of copies: a layer that is left out once in twenty passes shows in one of them
 DEALS = 4000  # of the copies to seeds, all of which have to be farther apart for randomness to count as shared
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative to an example's whole gradient
