@@ -21,7 +21,7 @@ from helpers import seeded
 from rgp.data import DataSpec, load
 from rgp.loading import cut
 from rgp.optimizers import AdamCorrected
-from rgp.reconstruct import noise_variance, rebuild
+from rgp.reconstruct import factors, noise_variance
 from rgp.train import config, evaluation, progress, runner
 from rgp.train.config import ConfigError
 
@@ -166,6 +166,13 @@ def test_lengths_must_be_one_number_per_example(lengths):
 # ---------------------------------------------------------------------- optimizers
 
 
+def rebuild(Lt, R, At, dR):
+    """dL R + L dR - L L^T dL R, the paper's Corollary 1; with one side released, dL R or L dR."""
+    if At is None:
+        return Lt.T @ dR
+    return At.T @ R if dR is None else At.T @ R + Lt.T @ dR - Lt.T @ Lt @ At.T @ R
+
+
 def test_noise_variance_of_rebuilt_gradients_by_simulation():
     generator = seeded(0)
     Lt = torch.linalg.qr(torch.randn(7, 2, generator=generator, dtype=torch.float64)).Q.T.contiguous()
@@ -180,6 +187,9 @@ def test_noise_variance_of_rebuilt_gradients_by_simulation():
             made = torch.vmap(lambda a: rebuild(Lt, R, a, None))(At)
         else:
             made = torch.vmap(lambda d: rebuild(Lt, R, None, d))(dR)
+        given = (At[0] if left else None, dR[0] if right else None)
+        one, other = factors(Lt, R, *given)
+        torch.testing.assert_close(one @ other, rebuild(Lt, R, *given))
         known = noise_variance(Lt, R, left=left, right=right)
         measured = made.square().mean(0)
         # 5 standard errors of a variance; a formula without the product term, or with l and q swapped, is far outside
@@ -737,7 +747,7 @@ def test_the_unit_of_a_language_model_is_what_was_asked_for(gpt2_folder, tmp_pat
     else:
         expected, longest = len(text.split("\n\n") if unit == "document" else [x for x in text.split("\n") if x]), 20
     assert len(data.train) + len(data.test) == expected and max(data.train.lengths) <= longest
-    assert data.unit.startswith(words) and words in data.description
+    assert data.row.startswith(words) and words in data.description
     batch = data.collate_fn([data.train[i] for i in range(6)])
     assert ((batch["labels"] == -100) == (batch["attention_mask"] == 0)).all()
 
@@ -752,12 +762,18 @@ def test_train_a_causal_language_model(request, tmp_path, kind, capsys):
     shown = progress.Silent()
     shown.say = said.append
     summary = runner.train(chosen, tmp_path / "run", progress=shown)
-    assert any("privacy unit: one document of the training text" in line for line in said)
-    assert summary["unit"].startswith("one document") and 0 <= summary["accuracy"] <= 1
+    assert any("privacy unit: one row of the dataset (one document of the training text)" in line for line in said)
+    assert (
+        summary["unit"] == "one row of the dataset (one document of the training text)"
+        and 0 <= summary["accuracy"] <= 1
+    )
     measured = evaluation.evaluate_run(tmp_path / "run")
     assert measured["perplexity"] == pytest.approx(summary["perplexity"], rel=1e-5)
     card = (tmp_path / "run" / "model" / "privacy_card.md").read_text()
-    assert "for one document of the training text" in card and "one document is added or removed" in card
+    assert (
+        "for one row of the dataset (one document of the training text)" in card
+        and "one row is added or removed" in card
+    )
     assert "perplexity" not in card  # the held-out documents are private
     published = [f for f in (tmp_path / "run" / "model").rglob("*") if f.suffix in (".md", ".json")]
     assert published and not any(str(tmp_path.parent) in f.read_text() for f in published), "no path of this machine"

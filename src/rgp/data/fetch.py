@@ -19,7 +19,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
@@ -30,6 +30,7 @@ import numpy as np
 from rgp.data.catalogue import IMAGES, TEXTS, WEIGHTS, Texts, Weights
 from rgp.data.loading import supply
 from rgp.data.spec import DataError, data_folder
+from rgp.files import complete_folder, write_atomically
 
 CIFAR_BATCH_1_MD5 = "5dd7e06a"  # first digits, of the published data_batch_1.bin
 ARRAYS_SHA256 = {
@@ -129,8 +130,13 @@ def _get_images(name: str, where: Path, say: Say) -> Path:
         say(f"{path} is there, but not what it should be: fetching it again.")
     arrays = _first(name, lambda: _hub_arrays(name), _ARRAYS.get(name), where, say)
     check_arrays(name, arrays)
-    with _complete(path) as file:
-        (np.savez if name in ("cifar10", "svhn") else np.savez_compressed)(file, **arrays)
+    save = np.savez if name in ("cifar10", "svhn") else np.savez_compressed
+
+    def write(new: Path) -> None:
+        with new.open("wb") as file:
+            save(file, **arrays)
+
+    write_atomically(path, write, shared=True)
     return path
 
 
@@ -148,7 +154,7 @@ def check_arrays(name: str, arrays: dict[str, np.ndarray]) -> None:
 
 
 def arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
-    """Of names, types, shapes and bytes, so that it does not depend on how a file was compressed."""
+    """The sum over names, types, shapes and bytes: it does not depend on how a file was compressed."""
     digest = hashlib.sha256()
     for key in sorted(arrays):
         value = np.ascontiguousarray(arrays[key])
@@ -232,7 +238,7 @@ def _get_texts(name: str, entry: Texts, where: Path, say: Say) -> Path:
         say(f"{path} is there already.")
         return path
     splits = _first(name, lambda: _hub_rows(entry), None, where, say)
-    with _complete_folder(path) as folder:
+    with complete_folder(path) as folder:
         for split, rows in splits.items():
             with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -255,7 +261,7 @@ def _get_weights(name: str, entry: Weights, where: Path, say: Say) -> Path:
         say(f"{path} is there already, and complete.")
         return path
     files = _first(name, lambda: _hub_files(entry), _FILES[name], where, say)
-    with _complete_folder(path) as folder:
+    with complete_folder(path) as folder:
         for file, content in files.items():
             (folder / file).write_bytes(content)
         if _sha256(folder / "model.safetensors") != entry.sha256:
@@ -385,31 +391,3 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _complete(path: Path) -> Iterator[Any]:
-    """A file that appears at `path` when all of it has been written."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _complete_folder(path: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if path.exists():
-            shutil.rmtree(path)
-        folder.rename(path)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise

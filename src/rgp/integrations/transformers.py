@@ -2,7 +2,7 @@
 
 train       our loop: Poisson batches, per-example clipping, noise, any optimizer; callbacks, logging, evaluation and
             checkpoints happen where the Trainer's own loop has them
-output_dir  checkpoint-N/ as always, and _privacy/: the ledger, and the state that resume_from_checkpoint goes on from
+output_dir  checkpoint-N/ as always, and _privacy/: the ledger, and the state that resume_from_checkpoint resumes from
 save_model  the model, with README.md and the privacy card
 
     >>> from transformers import TrainingArguments
@@ -34,17 +34,18 @@ from transformers.utils import logging
 
 import rgp
 from rgp import accounting
+from rgp.cards import EpsilonSoFar, card_text, make_card
 from rgp.checks.padding import check_padding
 from rgp.errors import UnsupportedError
+from rgp.files import write_text
 from rgp.integrations.arguments import PrivacyArguments, logical_batch, refuse, strategy, taken_over
 from rgp.run import Run
 from rgp.sampling import check_dataset
 from rgp.torchstate import evaluating, forked_rng
-from rgp.train.meters import EpsilonSoFar
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
-RECORD = "arguments.json"  # in it: the PrivacyArguments
+RECORD = "arguments.json"  # the PrivacyArguments of the run
 FOLDER = "_privacy"  # in output_dir; files whose names begin so are not uploaded by the Trainer
 IGNORED = -100
 logger = logging.get_logger(__name__)
@@ -106,8 +107,8 @@ class PrivateTrainer(Trainer):
             raise ValueError("train() needs train_dataset")
         if self.run is not None:
             raise ValueError(
-                "this trainer has trained already: a second run on the same data would add to epsilon, and the card of the "
-                "model would not know. Go on with resume_from_checkpoint, or make a new trainer and account for both runs."
+                "this trainer has trained already: a second run on the same data would add to epsilon, and the model's card "
+                "would not say so. Use resume_from_checkpoint, or make a new trainer and account for both runs."
             )
         self._measure()  # train_dataset may have been set since
         steps = self._steps()
@@ -181,7 +182,7 @@ class PrivateTrainer(Trainer):
         self._catch_up(run, trial, ignore_keys)
 
     def _catch_up(self, run: Run, trial: Any, ignore_keys: list[str] | None) -> None:
-        """The Trainer's count of steps follows the run's."""
+        """Bring the Trainer's count of steps up to the run's."""
         while self.state.global_step < run.step_index:
             self.state.global_step += 1
             self.state.epoch = self._epochs(self.state.global_step)
@@ -258,8 +259,8 @@ class PrivateTrainer(Trainer):
             last = get_last_checkpoint(args.output_dir)
             if last is None or Path(last).resolve() != Path(resume).resolve():
                 raise ValueError(
-                    f"resume_from_checkpoint={resume!r}: only the last checkpoint of output_dir can be gone on from "
-                    f"({last!r}). Steps after an earlier one were released, and would be charged again."
+                    f"resume_from_checkpoint={resume!r}: only the last checkpoint of output_dir, "
+                    f"{last!r}, can be resumed. Steps after an earlier one were released, and would be charged again."
                 )
             run = rgp.resume(
                 folder, self.model, self.optimizer, dataset, method=method, batch_size=self._batch_size, **loading
@@ -271,7 +272,7 @@ class PrivateTrainer(Trainer):
             return run
         if (folder / "ledger.jsonl").exists():
             raise ValueError(
-                f"output_dir={args.output_dir!r} holds a private run. Go on with it: train(resume_from_checkpoint=True); or "
+                f"output_dir={args.output_dir!r} holds a private run. Resume it: train(resume_from_checkpoint=True); or "
                 "choose another output_dir. What was released there counts against the same data."
             )
         budget = None
@@ -296,11 +297,11 @@ class PrivateTrainer(Trainer):
             **loading,
         )
         if run.ranks.first:
-            (folder / RECORD).write_text(json.dumps(privacy.record(), indent=2) + "\n", encoding="utf-8")
+            write_text(folder / RECORD, json.dumps(privacy.record(), indent=2) + "\n")
         return run
 
     def _check_record(self, folder: Path) -> None:
-        """A run that is gone on with keeps its privacy arguments: they are on its card."""
+        """Refuse other privacy arguments for a run that is resumed: they are on its card."""
         if not (folder / RECORD).exists():  # another machine's
             return
         recorded = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -308,11 +309,11 @@ class PrivateTrainer(Trainer):
             if name in recorded and recorded[name] != value:
                 raise ValueError(
                     f"PrivacyArguments.{name} is {value!r}, and the run in {str(folder.parent)!r} was made with "
-                    f"{recorded[name]!r}: go on with what it was made with, or start another run"
+                    f"{recorded[name]!r}: resume it with what it was made with, or start another run"
                 )
 
     def _check_losses(self, dataset: Any, collate: Any) -> None:
-        """Before anything is released: an example's loss is its own, whatever the padding, and the model's."""
+        """Check, before anything is released, that an example's loss is its own, whatever the padding, and the model's."""
 
         def mean_loss(batch: Any) -> Tensor:
             return self.compute_loss(self.model, self._prepare_inputs(batch))
@@ -325,7 +326,7 @@ class PrivateTrainer(Trainer):
             self._checking = False
 
     def _check_own_loss(self, batch: Any) -> None:
-        """What is trained in place of the model's mean over all tokens is the same for one example."""
+        """Check that, for one example, our loss and the model's own mean over all tokens agree."""
         inputs = self._prepare_inputs(batch)
         if type(self).compute_loss is not PrivateTrainer.compute_loss or not self._takes_over(inputs):
             return
@@ -422,13 +423,13 @@ class PrivateTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _takes_over(self, inputs: dict[str, Any]) -> bool:
-        """Whether examples have several labels each, of which the model would take one mean."""
+        """Whether examples have several labels each, over all of which the model would take one mean."""
         labels = inputs.get("labels")
         return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1
 
     def _is_causal(self, model: nn.Module) -> bool:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        names = {kind.__name__ for kind in type(base).__mro__}  # a class of the user's is what it is made from
+        names = {kind.__name__ for kind in type(base).__mro__}  # a user's class counts as what it inherits from
         if names.intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
             return True
         shifts = getattr(base, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration")
@@ -443,7 +444,7 @@ class PrivateTrainer(Trainer):
         return self.run.epsilon(delta)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With epsilon, an upper bound on what was spent."""
+        """Log these values, and with them epsilon, an upper bound on what was spent."""
         if self.run is not None and self._curve is not None:
             logs = {**logs, "epsilon": self._curve.after(self.run)}
         super().log(logs, *args, **kwargs)
@@ -460,8 +461,6 @@ class PrivateTrainer(Trainer):
         self._write_cards(Path(self.args.output_dir), {**dict(zip(names, args, strict=False)), **kwargs})
 
     def _write_cards(self, folder: Path, about: dict[str, Any]) -> None:
-        from rgp.train.card import card_text
-
         tags = about.get("tags") or []
         about["tags"] = [*([tags] if isinstance(tags, str) else tags), "differential-privacy", "rgp"]
         summary = TrainingSummary.from_trainer(self, **about)
@@ -471,21 +470,18 @@ class PrivateTrainer(Trainer):
         if self.run is not None:
             card = self.privacy_card()
             text += "\n\n" + card_text(card).replace("# Privacy card", "## Privacy", 1)
-            (folder / "privacy_card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-            (folder / "privacy_card.md").write_text(card_text(card), encoding="utf-8")
-        (folder / "README.md").write_text(text, encoding="utf-8")
+            write_text(folder / "privacy_card.json", json.dumps(card, indent=2) + "\n")
+            write_text(folder / "privacy_card.md", card_text(card))
+        write_text(folder / "README.md", text)
 
     def privacy_card(self) -> dict[str, Any]:
         """What was proven about the trained model. Nothing in it comes from private data without noise."""
-        from rgp.train.card import card_of
-
         if self.run is None:
             raise ValueError("nothing was trained yet")
         name = getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__
-        return card_of(
+        return make_card(
             self.run,
             method=self.privacy.method,
-            unit=self.privacy.unit,
             dataset=type(self.train_dataset).__name__,
             model=name,
             secure_noise=self.privacy.secure_noise,

@@ -25,12 +25,13 @@ from rgp.planning.step import (
     private_step,
     stack_of_layers,
 )
+from rgp.validate import check_count, check_one_of
 
 METHODS = ("rgp", "dpsgd", "dpsgd-ghost", "dp-lora", "plain")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-RESERVE = 0.1  # of a device's memory, for what no plan sees: its context, workspaces of libraries, fragmentation
+RESERVE = 0.1  # share of a device's memory for what no plan sees: its context, workspaces of libraries, fragmentation
 DEPTHS = (4, 5)  # layers that stand for a deeper stack: first, second, inner and last, then one more
-DEEP = 12  # stacks of more layers are not gone through one by one
+DEEP = 12  # deeper stacks are extrapolated from DEPTHS
 _UNITS = {"": 1, "B": 1, **{f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}}
 _UNITS |= {f"{u}IB": 1024**i for i, u in enumerate("KMGT", 1)}
 
@@ -59,7 +60,7 @@ class Question:
     against: tuple[str, ...] = METHODS
     """Methods beside it."""
     rank: int = 8
-    """Of the carriers, and of DP-LoRA's factors."""
+    """Rank of the carriers, and of DP-LoRA's factors."""
     sides: str = "both"
     source: str = "history"
     """Where carriers come from; history keeps a second copy of the carried weights."""
@@ -79,7 +80,7 @@ class Question:
     memory: int | None = None
     """Bytes of one device."""
     dtype: str = "float32"
-    """Of the weights; the sum that is released is float32 in any case."""
+    """Type of the weights; the sum that is released is float32 in any case."""
     optimizer: str = "adamw"
     device: str = "gpu"
     """gpu or cpu: which form attention, dropout and the optimizer take."""
@@ -95,14 +96,11 @@ class Question:
             ("optimizer", tuple(OPTIMIZERS)),
             ("device", DEVICES),
         ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
+            check_one_of(name, getattr(self, name), allowed)
         for name in self.against:
-            if name not in METHODS:
-                raise ValueError(f"against={name!r} must be among {', '.join(METHODS)}")
+            check_one_of("against", name, METHODS)
         for name in ("rank", "batch", "microbatch", "seq", "dataset_size", "world_size", "labels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_count(name, getattr(self, name))
         if self.batch > self.dataset_size:
             raise ValueError(f"batch={self.batch} must be at most dataset_size={self.dataset_size}")
         if self.batch < self.world_size:
@@ -110,7 +108,7 @@ class Question:
         if self.sharded and self.world_size == 1:
             raise ValueError("sharded needs world_size of at least 2: there is nothing to share with one rank")
         if self.source == "public":
-            raise ValueError("source='public' needs public data, which a plan has not; take history, weight or random")
+            raise ValueError("source='public' needs public data, and a plan has none; take history, weight or random")
 
     @property
     def share(self) -> int:
@@ -177,7 +175,7 @@ class Contender:
 
     def _step(self, depth: int | None, m: int) -> Cost:
         q, model = self.question, self.build(depth)
-        first = m >= q.share and not self._scattered  # as if there were a sum already: its place can be counted apart
+        first = m >= q.share and not self._scattered  # as if there were a sum already: its size is counted separately
         given: dict[str, Any] = {"first": first, "optimizer": q.optimizer, "device": q.device}
         if self.name == "plain":
             return plain_step(model, self.subject, m, **given)

@@ -61,7 +61,7 @@ class Cost:
     batch: int  # the micro-batch itself
 
     def flops_of(self, microbatches: float, ranks: int = 1) -> int:
-        """Of a logical batch over all ranks: each finds the carriers and rebuilds the gradients for itself."""
+        """Flops of a logical batch over all ranks: each rank finds the carriers and rebuilds the gradients for itself."""
         once = sum(n for phase, n in self.flops.items() if phase.partition(":")[0] not in EVERY_MICROBATCH)
         return round(ranks * once + microbatches * (sum(self.flops.values()) - once))
 
@@ -247,7 +247,7 @@ def _make_materialised(entry: Entry, **options: Any) -> slots.Slot:
 
 
 class _AfterFirst:
-    """A scheduler, called after each step: what the first one cost is forgotten."""
+    """A scheduler, called after each step: forgets what the first step cost."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally, self._calls = tally, 0
@@ -323,7 +323,7 @@ def _as_on(device: str) -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: Any, **attributes: Any) -> Iterator[None]:
-    """Attributes of a module, for a while: where the engine decides by size, device or weights that a plan has not."""
+    """Replace attributes of a module for a while, where the engine looks at devices or weights that a plan does not have."""
     before = {name: getattr(module, name) for name in attributes}
     try:
         for name, value in attributes.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,16 @@ from typing import Any
 from rgp.accounting import Event, Meaning, epsilon, meaning
 from rgp.errors import LedgerError
 from rgp.ledger import Ledger
+from rgp.rounding import finite
 
 
 class RunError(ValueError):
-    """A folder that is no run."""
+    """The folder does not hold a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What was found in one folder.
+class RecordedRun:
+    """What was found in one run's folder.
 
     public: metrics.jsonl, which may be published; private: private.jsonl, which may not
     attack: results of the membership attacks, or None; private
@@ -66,7 +66,7 @@ class Run:
         return [(x, y) for x, y in found if x is not None and y is not None]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     path = folder / "summary.json"
     if not path.is_file():
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else ""
@@ -89,7 +89,7 @@ def read_run(folder: Path) -> Run:
             f"THE MECHANISM IS BROKEN: an audit of these settings found epsilon to be at least "
             f"{audit.get('epsilon_lower'):.3f}, and {audit.get('epsilon_proven'):.3f} was promised there."
         )
-    return Run(
+    return RecordedRun(
         name=folder.resolve().name,
         folder=folder,
         summary=summary,
@@ -104,7 +104,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _guarantee(folder: Path, summary: dict[str, Any]) -> tuple[Meaning | None, list[str]]:
-    """From the ledger, which is what counts; from the summary where there is none."""
+    """From the ledger, which is what counts; from the summary where there is no ledger."""
     spent, delta = finite(summary.get("epsilon")), finite(summary.get("delta"))
     if spent is None or delta is None:
         return None, []
@@ -123,13 +123,6 @@ def _guarantee(folder: Path, summary: dict[str, Any]) -> tuple[Meaning | None, l
         return meaning([Event(q, sigma, int(steps))], delta=delta), problems
     except (AssertionError, ValueError):
         return None, problems
-
-
-def finite(value: Any) -> float | None:
-    """The value as a number, or None if it is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def _json(path: Path) -> Any:

@@ -37,7 +37,7 @@ class Verdict:
 
 
 def judge(margin: float, error: float, *, within: bool = False) -> str:
-    """Of a margin by which something should be above zero. within: at or above zero is enough."""
+    """The verdict on a margin that should be above zero. within: at or above zero is enough."""
     if margin > 2 * error or (within and margin >= 0):
         return HELD
     return FAILED if margin < -2 * error else LEVEL

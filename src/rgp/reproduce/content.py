@@ -204,7 +204,7 @@ def starts(found: Sequence[Numbers], checks: dict[str, dict[str, Any] | None], w
     words = [
         "The paper's own models and settings are a GPU's work. The runs counted here as started were begun (`--check`): noise "
         "calibrated for the whole run, then three steps of 4 rows through the run's own code, with stand-ins where weights or "
-        "rows cannot be had here. The others have not been tried.",
+        "rows are not available here. The others have not been tried.",
     ]
     headers = ("", "runs that started", "stand-ins", "runs of one seed")
     return Section("Paper scale: which runs start", words, headers, rows, name="paper")

@@ -166,12 +166,12 @@ def _more_seeds(cell: Cell, store: Store) -> dict[int, dict[str, Any]]:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean; None for fewer than two values."""
+    """The standard error of the mean; None for fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def sampling_error(percent: float, rows: int) -> float:
-    """Of an accuracy in percent, from the finite number of test rows alone."""
+    """The standard error of an accuracy in percent, from the finite number of test rows alone."""
     p = min(max(percent / 100, 0.0), 1.0)
     return 100 * math.sqrt(max(p * (1 - p), 0.25 / rows) / rows)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rgp.models.public_text import TEXTS as PUBLIC_TEXTS
+from rgp.naming import METHODS, UNPROTECTED
 from rgp.train.sections import (
     CARRIED,
     IMAGE_MODELS,
     IMAGES,
     TEXTS,
-    UNPROTECTED,
     WEIGHTS,
     Config,
     DataConfig,
@@ -86,7 +86,7 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
             words = f"model.{leaf} = {short(not plain)}: is for wide ResNets, so this must be {short(plain)}"
             mistakes.add(words, f"model.{leaf}", "model.name")
     allowed: tuple[str, ...] = ("rank",) if method.name in ("powersgd", "dp-powersgd", "dp-lora") else ()
-    allowed = CARRIED if method.name in ("rgp", "rgp-random", "residual-off") else allowed
+    allowed = CARRIED if METHODS[method.name].carries else allowed
     for leaf in CARRIED:
         value = getattr(method, leaf)
         if value is not None and leaf not in allowed:

@@ -9,14 +9,11 @@ from typing import Any
 
 import yaml
 
+from rgp.composition import ACCOUNTANTS
+from rgp.naming import METHODS, UNPROTECTED
 from rgp.train.allowed import Allowed, choice, clips, columns, flag, number, ranks, string, texts, treatments, whole
 
-METHODS = (
-    *("rgp", "rgp-random", "dpsgd", "dp-powersgd", "dp-lora", "linear", "bitfit"),
-    *("nonprivate", "powersgd", "residual-off"),
-)
 OPTIMIZERS = ("sgd", "adam", "adamw", "adam-corrected")
-UNPROTECTED = ("nonprivate", "powersgd", "residual-off")  # comparisons that no noise goes with
 IMAGE_MODELS = ("small-cnn", "tiny-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-4", "wrn-28-4", "wrn-40-4")
 IMAGES = ("digits", "cifar10", "svhn", "mnist", "fashion_mnist")
 TEXTS = ("sst2", "qnli", "qqp", "mnli")
@@ -110,7 +107,7 @@ class BudgetConfig:
         "probability that epsilon fails (1/(10 N), at most 1e-5)",
     )
     noise_multiplier: float | None = key(None, number(0), "the noise itself, in place of epsilon; 0: no privacy")
-    accountant: str = key("pld", choice("pld", "rdp"), "pld is tight; rdp is what older papers used")
+    accountant: str = key("pld", choice(*ACCOUNTANTS), "pld is tight; rdp is what older papers used")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,25 +14,13 @@ from torch import Tensor, nn
 
 import rgp
 from rgp import accounting
+from rgp.naming import METHODS
 from rgp.optimizers import AdamCorrected
 from rgp.public import ROWS
 from rgp.torchstate import evaluating
 from rgp.train import language
 from rgp.train.config import Config, ConfigError
 from rgp.train.sections import CARRIED, IMAGE_MODELS, MethodConfig, TrainingConfig
-
-METHODS: dict[str, Callable[..., Any]] = {
-    "rgp": rgp.RGP,
-    "rgp-random": rgp.RGPRandom,
-    "dpsgd": rgp.DPSGD,
-    "linear": rgp.LinearProbe,
-    "bitfit": rgp.BiTFiT,
-    "dp-lora": rgp.DPSGD,
-    "nonprivate": rgp.NonPrivate,
-    "powersgd": rgp.PowerSGD,
-    "dp-powersgd": rgp.DPPowerSGD,
-    "residual-off": rgp.ResidualOff,
-}
 
 
 @dataclass
@@ -179,7 +167,8 @@ def make_method(config: MethodConfig) -> Any:
     given = {name: getattr(config, name) for name in CARRIED if getattr(config, name) is not None}
     if config.name == "dp-lora":
         given = {}  # its rank is the adapters'; their factors are exact, and all else has requires_grad False
-    return METHODS[config.name](**given, head_scale=config.head_scale, overrides=config.overrides)
+    kind: Any = METHODS[config.name]
+    return kind(**given, head_scale=config.head_scale, overrides=config.overrides)
 
 
 def make_public_loss(config: Config, model: nn.Module, data: Any, tokenizer: Any) -> Callable[[], Tensor] | None:
@@ -244,7 +233,7 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) 
         return None
 
     def factor(step: int, begin: int) -> float:
-        """Of a learning rate that is 0 before step `begin`, and has its warm-up and its fall in the steps that are left."""
+        """What multiplies a learning rate that is 0 before step `begin`, then warms up and falls in the steps that are left."""
         step, left = step - begin, steps - begin
         rising = round(settings.warmup * left)
         if step < 0:
