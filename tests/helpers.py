@@ -79,7 +79,7 @@ def projection(G: Tensor, L: Tensor, R: Tensor, sides: str) -> Tensor:
 
 
 def squared_norm(G: Tensor, L: Tensor, R: Tensor, sides: str, norm: str) -> Tensor:
-    """The norm of what is released for one carried parameter: docs/method.md, "Which norm is clipped"."""
+    """The squared norm of what is released for one carried parameter: docs/method.md, "Which norm is clipped"."""
     G = G.flatten(1)
     if sides == "left":
         return (G @ R.T).square().sum()

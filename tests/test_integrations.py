@@ -18,7 +18,8 @@ import rgp
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from rgp.integrations.transformers import PrivacyArguments, PrivateTrainer, token_losses  # noqa: E402
+from rgp.integrations.losses import token_losses  # noqa: E402
+from rgp.integrations.transformers import PrivacyArguments, PrivateTrainer  # noqa: E402
 
 N, VOCABULARY = 40, 30
 

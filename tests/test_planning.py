@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import rgp
 from rgp.bench import Settings, contenders, harness, workloads
 from rgp.planning import METHODS, Question, estimate, models, plan
-from rgp.planning.estimate import Contender, bytes_from, signal_to_noise
+from rgp.planning.estimate import Contender, signal_to_noise
+from rgp.planning.question import bytes_from
 from rgp.planning.tally import Tally
 
 TOY = Settings(model="toy", batch=4, microbatch=4, seq=16, rank=2, repeats=1, threads=1)

@@ -27,9 +27,7 @@ METHODS: dict[str, type[Method]] = {
     "powersgd": PowerSGD,
     "residual-off": ResidualOff,
 }
-UNPROTECTED = tuple(
-    name for name, method in METHODS.items() if not method.private
-)  # comparisons that no noise goes with
+UNPROTECTED = tuple(name for name, method in METHODS.items() if not method.private)  # comparisons, run without noise
 LABELS = {"rgp": "RGP", "dpsgd": "DP-SGD", "nonprivate": "no clipping, no noise"}
 
 

@@ -14,7 +14,7 @@ from rgp import accounting
 from rgp.attacks.lira import lira
 from rgp.attacks.metrics import CONFIDENCE, INTERVALS, judge
 from rgp.attacks.rmia import rmia
-from rgp.attacks.shadows import Rows, confidences, train_shadows
+from rgp.attacks.shadows import PooledRows, confidences, train_shadows
 from rgp.attacks.threshold import attack
 from rgp.ledger import Ledger
 from rgp.report.words import coin
@@ -42,7 +42,7 @@ def attack_run(out: Path, *, shadows: int = 0, seed: int = 0, keep: bool = False
     data, summary = parts.data, folder.read_json(folder.summary)
     members = len(data.train)
     batch = config.training.microbatch_size or 32
-    everyone = Rows(data.train, data.test, range(members + len(data.test)))
+    everyone = PooledRows(data.train, data.test, range(members + len(data.test)))
     target = confidences(parts.model, everyone, parts, batch_size=batch)
     scores = {"loss threshold": -np.logaddexp(0.0, -target)}
     if shadows:

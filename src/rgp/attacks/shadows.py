@@ -32,7 +32,7 @@ def take(dataset: Any, indices: list[int]) -> list[Any]:
     return many(indices) if callable(many) and indices else [dataset[i] for i in indices]
 
 
-class Rows:
+class PooledRows:
     """Some rows of two data sets, one after the other."""
 
     def __init__(self, train: Any, test: Any, indices: Sequence[int]) -> None:
@@ -131,8 +131,8 @@ def shadow_config(
 
 
 def _train_one(config: Config, pool: Any, inside: np.ndarray, out: Path) -> np.ndarray:
-    def rows(chosen: np.ndarray) -> Rows:
-        return Rows(pool.train, pool.test, np.flatnonzero(chosen).tolist())
+    def rows(chosen: np.ndarray) -> PooledRows:
+        return PooledRows(pool.train, pool.test, np.flatnonzero(chosen).tolist())
 
     data = replace(pool, train=rows(inside), test=rows(~inside), more_tests={})
     begun = (out / "config.yaml").exists()

@@ -35,7 +35,9 @@ BOUND = "f-dp"  # the one that counts; chosen here and not by its result
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSettings:
-    """canaries: M, each included with probability 1/2
+    """How to audit.
+
+    canaries: M, each included with probability 1/2
     kind: white-box (gradient vectors, every release is seen) or black-box (inputs, only losses are seen)
     steps: of the audit's run; None: as many as the config says
     rows: real training rows to train on besides; None: none for white-box, all for black-box

@@ -1,6 +1,6 @@
 """Right guesses about canaries -> a lower bound on epsilon.
 
-M canaries, each in the training data with probability 1/2 on its own. After ONE run an auditor guesses about K of them,
+M canaries are each in the training data with probability 1/2, independently. After ONE run an auditor guesses about K of them,
 "in" for the highest scores and "out" for the lowest, and abstains from the rest. Private training limits how many guesses
 can be right, so many right ones refute a claim. Two limits, both of which hold for every score and need no independence:
 

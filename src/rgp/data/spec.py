@@ -29,7 +29,7 @@ class DataSpec:
     max_length: tokens of a text that are kept
     unit: for language models: what one example is, "document", "line" or "block" (see data/language.py); None for classifiers
     block: tokens of a block
-    image_size: for image folders and the hub: height and width to which images are brought; by default all must agree
+    image_size: for image folders and the hub: height and width that images are resized to; by default all must have the same
     """
 
     name: str

@@ -21,7 +21,7 @@ def demo(
     ] = None,
     epsilon: Annotated[float, typer.Option(help="The budget of the two private runs.")] = 8.0,
     seed: Annotated[
-        int | None, typer.Option(help="Repeat a demo exactly. Who knows the seed can undo the protection.")
+        int | None, typer.Option(help="Repeat a demo exactly. Whoever knows the seed can undo the protection.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -80,7 +80,9 @@ class PrivacyArguments:
     )
     noise_seed: int | None = field(
         default=None,
-        metadata={"help": "Repeats a run exactly. Who knows it can undo the protection: leave it out for real data."},
+        metadata={
+            "help": "Repeats a run exactly. Whoever knows it can undo the protection: leave it out for real data."
+        },
     )
     secure_noise: bool = field(
         default=False, metadata={"help": "Noise from a cryptographic generator; needs rgp[secure]."}
@@ -183,7 +185,7 @@ def refuse(args: Any) -> None:
     for name, value, why in refused:
         if value:
             shown = "" if isinstance(value, bool) else f"={value!r}"
-            raise ValueError(f"{name}{shown} does not go with private training: {why}")
+            raise ValueError(f"{name}{shown} cannot be used in private training: {why}")
 
 
 def taken_over(args: Any, privacy: PrivacyArguments, batch_size: int, rate: float) -> list[str]:

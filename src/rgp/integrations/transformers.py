@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint, speed_metrics
@@ -35,23 +33,20 @@ from transformers.utils import logging
 import rgp
 from rgp import accounting
 from rgp.cards import EpsilonSoFar, card_text, make_card
-from rgp.checks.padding import check_padding
-from rgp.errors import UnsupportedError
 from rgp.files import write_text
 from rgp.integrations.arguments import PrivacyArguments, logical_batch, refuse, strategy, taken_over
+from rgp.integrations.losses import ExampleLosses
 from rgp.run import Run
 from rgp.sampling import check_dataset
-from rgp.torchstate import evaluating, forked_rng
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
 RECORD = "arguments.json"  # the PrivacyArguments of the run
 FOLDER = "_privacy"  # in output_dir; files whose names begin so are not uploaded by the Trainer
-IGNORED = -100
 logger = logging.get_logger(__name__)
 
 
-class PrivateTrainer(Trainer):
+class PrivateTrainer(ExampleLosses):
     """`transformers.Trainer` with one more argument, `privacy`; and `public_loss`, for PrivacyArguments(source="public").
 
     The loss of an example is its own: with token labels, the mean over the example's tokens. A compute_loss of yours must
@@ -73,7 +68,6 @@ class PrivateTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.privacy, self.public_loss = privacy, public_loss
         self.run: Run | None = None  # of the last train()
-        self._checking = False  # whether losses are tried before a run
         self._curve: Any = None
         for name in ("training_step", "get_train_dataloader", "_get_train_sampler"):
             if getattr(type(self), name) is not getattr(Trainer, name):
@@ -253,7 +247,7 @@ class PrivateTrainer(Trainer):
         }
         method, folder = privacy.make_method(), Path(args.output_dir) / FOLDER
         if privacy.private:
-            self._check_losses(dataset, collate)
+            self.check_losses(dataset, collate)
         if resume is not None:
             self._check_record(folder)
             last = get_last_checkpoint(args.output_dir)
@@ -312,38 +306,6 @@ class PrivateTrainer(Trainer):
                     f"{recorded[name]!r}: resume it with what it was made with, or start another run"
                 )
 
-    def _check_losses(self, dataset: Any, collate: Any) -> None:
-        """Check, before anything is released, that an example's loss is its own, whatever the padding, and the model's."""
-
-        def mean_loss(batch: Any) -> Tensor:
-            return self.compute_loss(self.model, self._prepare_inputs(batch))
-
-        self._checking = True
-        try:
-            self._check_own_loss(collate([dataset[0]]))
-            check_padding(self.model, dataset, collate, mean_loss)
-        finally:
-            self._checking = False
-
-    def _check_own_loss(self, batch: Any) -> None:
-        """Check that, for one example, our loss and the model's own mean over all tokens agree."""
-        inputs = self._prepare_inputs(batch)
-        if type(self).compute_loss is not PrivateTrainer.compute_loss or not self._takes_over(inputs):
-            return
-        if self.args.label_smoothing_factor:
-            return
-        with torch.no_grad(), forked_rng(0), evaluating(self.model):
-            ours, outputs = self.compute_loss(self.model, dict(inputs)), self.model(**inputs)
-        theirs = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
-        if not isinstance(theirs, Tensor) or theirs.numel() != 1 or not bool(theirs.isfinite()):
-            return
-        if not bool((ours - theirs).abs() <= 1e-2 * (1 + theirs.abs())):
-            raise UnsupportedError(
-                f"the loss of {type(self.model).__name__} is not the mean cross-entropy of an example's labels, which would be "
-                f"trained: for one example it is {float(theirs):.4g}, not {float(ours):.4g} (a shift of the labels, an auxiliary "
-                "loss, CTC). Override compute_loss: return a loss for each example, or their mean."
-            )
-
     def _data(self) -> tuple[Any, Any]:
         """The dataset and the collator, as the Trainer's own data loader has them."""
         dataset, collate = self.train_dataset, self.data_collator
@@ -386,54 +348,6 @@ class PrivateTrainer(Trainer):
 
     def _after_optimizer(self, *_: Any) -> None:
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
-
-    # ------------------------------------------------------------------ losses
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """In training, the mean over examples of each example's own loss; in evaluation, the Trainer's own."""
-        labels: Any = inputs.get("labels")
-        if (
-            not (model.training or self._checking)
-            or self.compute_loss_func is not None
-            or not isinstance(labels, Tensor)
-        ):
-            return super().compute_loss(model, inputs, return_outputs=return_outputs)
-        if not self._takes_over(inputs):
-            if not labels.is_floating_point() and bool((labels == IGNORED).any()):
-                raise ValueError(
-                    "a label is -100, to be ignored: drop such examples, for a mean without them mixes examples"
-                )
-            if self.label_smoother is not None and not labels.is_floating_point():
-                return self._smoothed_loss(model, inputs, labels, return_outputs)
-            return super().compute_loss(model, inputs, return_outputs=return_outputs)
-        causal = self._is_causal(model)
-        # the model's own loss is a mean over all tokens of the batch; encoder-decoders need labels to make their inputs
-        outputs = model(**({k: v for k, v in inputs.items() if k != "labels"} if causal else inputs))
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0 if causal else 1]
-        loss = token_losses(logits, labels, shift=causal, smoothing=self.args.label_smoothing_factor).mean()
-        return (loss, outputs) if return_outputs else loss
-
-    def _smoothed_loss(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, return_outputs: bool) -> Any:
-        """What the Trainer computes for one label per example, without its count of labels over the batch."""
-        outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.args.label_smoothing_factor)
-        return (loss, outputs) if return_outputs else loss
-
-    def _takes_over(self, inputs: dict[str, Any]) -> bool:
-        """Whether examples have several labels each, over all of which the model would take one mean."""
-        labels = inputs.get("labels")
-        return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1
-
-    def _is_causal(self, model: nn.Module) -> bool:
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        names = {kind.__name__ for kind in type(base).__mro__}  # a user's class counts as what it inherits from
-        if names.intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-            return True
-        shifts = getattr(base, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration")
-        return shifts and not getattr(base.config, "is_encoder_decoder", False)
 
     # ------------------------------------------------------------------ epsilon, logs, files
 
@@ -498,13 +412,3 @@ class PrivateTrainer(Trainer):
     def _save_scaler(self, output_dir: str) -> None: ...
     def _save_rng_state(self, output_dir: str) -> None: ...
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None: ...
-
-
-def token_losses(logits: Tensor, labels: Tensor, *, shift: bool, smoothing: float = 0.0) -> Tensor:
-    """(m,): the mean loss of every example over its own labelled tokens."""
-    if shift:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = F.cross_entropy(
-        logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
-    )
-    return losses.flatten(1).sum(1) / (labels != IGNORED).flatten(1).sum(1).clamp_min(1)

@@ -1,9 +1,9 @@
 """A text encoder with a plain linear head on its pooled tokens: what MiniLM and other sentence encoders need.
 
 pooling   "mean" over the tokens that are not padding, or "cls", the first token
-centre    a fixed vector that is taken off: the mean over public sentences (public_text.py, or a file), or zero. Features of one
+centre    a fixed vector that is subtracted: the mean over public sentences (public_text.py, or a file), or zero. Features of one
           encoder share a large common part; a head then spends its gradient on that part, and clipping cuts the rest
-head      "linear", or "layernorm": features are brought to mean 0 and variance 1 first, without parameters, so that the
+head      "linear", or "layernorm": features are first normalised to mean 0 and variance 1, without parameters, so that the
           head does not depend on their scale, nor on how the scale moves while the encoder is trained
 """
 

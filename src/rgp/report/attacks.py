@@ -26,9 +26,9 @@ def attacks(runs: Sequence[RecordedRun]) -> Html:
     counts = attacked[0].attack or {}
     members, others = finite(counts.get("members")), finite(counts.get("nonmembers"))
     if names == {""}:
-        title = "A real attack: who has a low loss is taken for a training row"
+        title = "A real attack: a row with a low loss is taken for a training row"
     else:
-        title = "Real attacks: who is taken for a training row"
+        title = "Real attacks: which rows are taken for training rows"
     return join(
         tag("h3", title, style="margin-top:22px"),
         table(
@@ -50,7 +50,7 @@ def attacks(runs: Sequence[RecordedRun]) -> Html:
 
 
 def better_than_a_coin(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Where an attack tells anything, in words: more than two standard errors above a half."""
+    """Which attacks do better than a coin: more than two standard errors above a half."""
     found: list[str] = []
     lost: list[str] = []
     for name, result in results:

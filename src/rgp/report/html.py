@@ -14,7 +14,7 @@ class Html(str):
 
 
 def tag(name: str, *children: Any, **attributes: Any) -> Html:
-    """`tag("td", value, class_="n")`. Children are escaped unless they are Html; None and False leave out."""
+    """`tag("td", value, class_="n")`. Children that are not Html are escaped; attributes that are None or False are left out."""
     pairs = []
     for key, value in attributes.items():
         if value is None or value is False:

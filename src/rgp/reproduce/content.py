@@ -52,7 +52,7 @@ def sections(found: Sequence[Numbers], verdicts: Sequence[Verdict], paper: Seque
 
 
 def overview(found: Sequence[Numbers]) -> Section:
-    """Which runs there are, and which not."""
+    """Which runs were made, and which were not."""
     rows = []
     for numbers in found:
         counts = Counter(_plainly(place.state) for place in numbers.places.values() if place.state)
@@ -215,7 +215,7 @@ def _states(numbers: Numbers) -> str:
 
 
 def _plainly(state: str) -> str:
-    """Without its reason, which is in the JSON."""
+    """A state without its reason, which is in the JSON."""
     if state.startswith("not started"):
         return "not run"
     return state.partition(": ")[0] if state.startswith("failed") else state.partition(" (")[0]

@@ -39,7 +39,7 @@ class Store:
         return self._records.get((cell.key, kind or cell.record))
 
     def add(self, cell: Cell, kind: str, content: dict[str, Any]) -> dict[str, Any]:
-        """On disk before anyone hears of it."""
+        """Add a result, on disk before it is used."""
         about = {"preset": cell.preset, "set": dict(cell.changes), "seed": cell.seed} if cell.preset else {}
         row = {"key": cell.key, "measure": kind, **about, **content}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:  # torn by a crash
+            except ValueError:  # cut short by a crash
                 continue
             if isinstance(row, dict):
                 found.append(row)

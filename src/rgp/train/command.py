@@ -232,7 +232,7 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
 
 @contextmanager
 def spoken_warnings(shown: Any) -> Iterator[None]:
-    """Warnings as one line each, past the progress bar."""
+    """Show each warning as one line, past the progress bar."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_, **__: shown.say(f"rgp: warning: {message}")
@@ -244,7 +244,7 @@ def spoken_warnings(shown: Any) -> Iterator[None]:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Every failure as a clear message and an exit code that means something."""
+    """Turn every failure into a clear message and an exit code that means something."""
     from rgp.errors import LedgerError, RankError, UnsupportedError, WrongUseError
     from rgp.train.errors import DemoError, Interrupted
 
@@ -257,7 +257,7 @@ def exit_codes() -> Iterator[None]:
     except BrokenPipeError as error:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the interpreter's last flush complain
         raise SystemExit(UNREAD) from error
-    except (ValueError, FileNotFoundError) as error:  # configs, folders, data: what the user can put right
+    except (ValueError, FileNotFoundError) as error:  # configs, folders, data: what the user can correct
         _stop(_words(error), WRONG_USE, error)
     except Exception as error:
         if disk := disk_error(error):

@@ -109,8 +109,8 @@ class RunFolder:
                 self.write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), mode=mode)
 
 
-class ReadOnlyRunFolder(RunFolder):
-    """The folder as the other ranks of a distributed run have it: only the first rank reads and writes its files."""
+class DetachedRunFolder(RunFolder):
+    """The folder on all ranks of a distributed run but the first, which alone reads and writes files."""
 
     def write_text(self, path: Path, text: str, *, mode: int = 0o666) -> None: ...
 

@@ -26,7 +26,7 @@ from rgp.train import config, setup
 from rgp.train.card import card_of
 from rgp.train.config import Config, ConfigError
 from rgp.train.errors import Interrupted, RunFolderError
-from rgp.train.folder import ReadOnlyRunFolder, RunFolder
+from rgp.train.folder import DetachedRunFolder, RunFolder
 from rgp.train.meters import Clock, Signals, TrainingStatistics
 from rgp.train.progress import Board, Progress
 from rgp.train.setup import Parts
@@ -53,7 +53,7 @@ def train(
     if tensorboard:
         Board.needed()
     ranks = Ranks() if ranks is None else ranks
-    folder = RunFolder(out) if ranks.first else ReadOnlyRunFolder(out)
+    folder = RunFolder(out) if ranks.first else DetachedRunFolder(out)
     where = ranks.from_first(lambda: look(folder, resume))
     if where == "finished":
         progress.say(f"{out} is already finished; nothing was done")
@@ -116,7 +116,7 @@ class Session:
     def begin(self, *, again: bool = False) -> Run:
         """A new run. again: one was begun in this folder before, and stopped before its first checkpoint."""
         settings, parts, folder = self.config, self.parts, self.folder
-        if again and not isinstance(folder, ReadOnlyRunFolder):
+        if again and not isinstance(folder, DetachedRunFolder):
             remove_empty_ledger(folder)
         budget = None
         if settings.budget.epsilon is not None:

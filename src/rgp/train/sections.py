@@ -1,4 +1,4 @@
-"""The sections of a config: every key with its type, what is allowed, and what it means. The manual is made of this."""
+"""The sections of a config: every key with its type, what is allowed, and what it means. Help and checks are made from this."""
 
 # ruff: noqa: RUF009 - key() makes a dataclasses.field
 
@@ -18,7 +18,14 @@ IMAGE_MODELS = ("small-cnn", "tiny-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-
 IMAGES = ("digits", "cifar10", "svhn", "mnist", "fashion_mnist")
 TEXTS = ("sst2", "qnli", "qqp", "mnli")
 WEIGHTS = ("minilm", "mpnet")  # fetched by `rgp data get`
-CARRIED = ("rank", "sides", "source", "warmup_steps", "power_iterations", "norm")  # keys of methods with carriers
+CARRIED = (
+    "rank",
+    "sides",
+    "source",
+    "warmup_steps",
+    "power_iterations",
+    "norm",
+)  # keys that only methods with carriers have
 
 
 def key(default: Any, allowed: Allowed, meaning: str) -> Any:
@@ -44,7 +51,7 @@ class DataConfig:
         None, choice("document", "line", "block"), "language models: what one example is, and what is protected"
     )
     block: int = key(128, whole(2), "language models: tokens of a block")
-    image_size: int | None = key(None, whole(1), "height and width to which the images of a folder are brought")
+    image_size: int | None = key(None, whole(1), "height and width that the images of a folder are resized to")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +71,7 @@ class ModelConfig:
     centre: str = key(
         "none",
         string(),
-        "with pooling: take off the mean feature of public sentences: films, public, or a file of them",
+        "with pooling: subtract the mean feature of public sentences: films, public, or a file of them",
     )
     label_texts: Any = key(
         None,
@@ -149,7 +156,7 @@ class OptimizerConfig:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     seed: int | None = key(
-        None, whole(0), "repeats a run exactly; who knows it can undo the protection, so leave it out for real data"
+        None, whole(0), "repeats a run exactly; whoever knows it can undo the protection, so leave it out for real data"
     )
     secure_noise: bool = key(False, flag(), "noise from a cryptographic generator; needs rgp[secure]")
     device: str = key("auto", string(), "auto, cpu, cuda, cuda:1, ...")

@@ -44,7 +44,7 @@ class Parts:
 
 
 def make(config: Config, data: Any = None) -> Parts:
-    """Load and build everything; ConfigError where the config does not fit the data. `data`: loaded already."""
+    """Load and build everything; ConfigError where the config does not fit the data. data: already loaded."""
     device = pick_device(config.run.device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -80,7 +80,7 @@ def pick_device(name: str) -> torch.device:
 
 @contextmanager
 def initial_seed(seed: int | None) -> Iterator[None]:
-    """Initial weights: repeatable with a seed. They are public either way."""
+    """Make initial weights repeatable with a seed. They are public either way."""
     if seed is None:
         yield
         return
@@ -99,7 +99,7 @@ def load_data(config: Config, tokenizer: Any) -> Any:
 
 
 def check_against_data(config: Config, data: Any) -> int:
-    """The number of steps; ConfigError for what only the data can tell."""
+    """The number of steps; ConfigError for mistakes that only the data show."""
     training, budget, size = config.training, config.budget, len(data.train)
     mistakes = []
     if training.batch_size > size:
@@ -172,7 +172,7 @@ def make_method(config: MethodConfig) -> Any:
 
 
 def make_public_loss(config: Config, model: nn.Module, data: Any, tokenizer: Any) -> Callable[[], Tensor] | None:
-    """For method.source = public: without labels, other inputs at every step, in evaluation mode."""
+    """The loss for method.source = public: logits of other public inputs at every step, without labels, in evaluation mode."""
     if config.method.public is None:
         return None
     device = next(model.parameters()).device
@@ -180,7 +180,7 @@ def make_public_loss(config: Config, model: nn.Module, data: Any, tokenizer: Any
 
     def logits() -> Tensor:
         with evaluating(model):
-            if texts is None:  # images are brought to mean 0 and deviation 1
+            if texts is None:  # images are normalised to mean 0 and deviation 1
                 return model(torch.randn(ROWS, *data.shape).to(device))
             return model(**{name: values.to(device) for name, values in texts().items()}).logits
 
@@ -213,7 +213,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def parameter_groups(config: Config, model: nn.Module) -> list[Any]:
-    """All parameters; with a bias_lr, vectors in a group of their own, and with a head_lr the head's, which is the last."""
+    """All parameters; with a bias_lr vectors have their own group, and with a head_lr so has the head, as the last one."""
     settings = config.optimizer
     if settings.bias_lr is None and settings.head_lr is None:
         return list(model.parameters())
@@ -257,7 +257,7 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) 
 
 
 def logits_and_labels(model: nn.Module, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For a batch of (x, y), or a dictionary with "labels" as Hugging Face models take it."""
+    """Logits and labels of a batch (x, y), or of a dictionary with "labels" as Hugging Face models take it."""
     if isinstance(batch, (tuple, list)):
         x, y = batch
         return model(x.to(device)), y.to(device)
@@ -267,7 +267,7 @@ def logits_and_labels(model: nn.Module, batch: Any, device: torch.device) -> tup
 
 
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """(m,): of each example."""
+    """(m,): the loss of each example."""
     return (
         language.token_losses(logits, labels)
         if logits.dim() == 3
@@ -276,12 +276,12 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def right(logits: Tensor, labels: Tensor) -> Tensor:
-    """(m,): whether the answer was right; of a language model, the share of the example's tokens."""
+    """(m,): whether the answer was right; for a language model, the share of right tokens."""
     return language.tokens_right(logits, labels) if logits.dim() == 3 else logits.argmax(1) == labels
 
 
 def scores(lost: Tensor, correct: Tensor, dataset: Any, config: Config) -> dict[str, float]:
-    """Accuracy, a fraction of the examples; of a language model, of all tokens, and the perplexity."""
+    """Accuracy, as a share of the examples; for a language model, as a share of all tokens, and the perplexity."""
     if config.model.task != "causal-lm":
         return {"accuracy": correct.float().mean().item()}
     tokens = torch.as_tensor(dataset.lengths).double() - 1

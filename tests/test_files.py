@@ -1,0 +1,61 @@
+"""Files that are there completely or not at all."""
+
+import os
+import stat
+
+import pytest
+
+from rgp.files import bare_name, complete_folder, write_atomically, write_file, write_json, write_text
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    write_text(path, "später\n", mode=0o600)
+    assert path.read_bytes() == "später\n".encode() and mode_of(path) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, shared):
+    path = tmp_path / "a"
+    write_file(path, b"old")
+
+    def write(new):
+        assert new.parent == tmp_path and new != path
+        new.write_bytes(b"half of the n")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, write, shared=shared)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_processes_that_share_a_file_write_under_names_of_their_own(tmp_path, monkeypatch):
+    names = []
+    for process in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        write_atomically(tmp_path / "a", lambda new: (names.append(new.name), new.write_bytes(b"x")), shared=True)
+    assert len(set(names)) == 2
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "model"
+    for content in ("first", "second"):
+        with complete_folder(path) as draft:
+            (draft / content).write_text(content)
+            assert not (path / content).exists()
+    assert [p.name for p in path.iterdir()] == ["second"] and mode_of(path) == 0o755
+    with pytest.raises(KeyboardInterrupt), complete_folder(path) as draft:
+        (draft / "third").write_text("half")
+        raise KeyboardInterrupt
+    assert [p.name for p in path.iterdir()] == ["second"] and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_bare_name_says_nothing_about_the_machine(tmp_path):
+    assert bare_name(str(tmp_path / "mine.csv")) == "mine.csv"
+    assert bare_name("owner/name") == "owner/name"
