@@ -50,10 +50,21 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
             (draft / content).write_text(content)
             assert not (path / content).exists()
     assert [p.name for p in path.iterdir()] == ["second"] and mode_of(path) == 0o755
-    with pytest.raises(KeyboardInterrupt), complete_folder(path) as draft:
-        (draft / "third").write_text("half")
-        raise KeyboardInterrupt
-    assert [p.name for p in path.iterdir()] == ["second"] and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path):
+    path = tmp_path / "model"
+    with complete_folder(path) as draft:
+        (draft / "first").write_text("all of it")
+
+    def fail():
+        with complete_folder(path) as draft:
+            (draft / "second").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert [p.name for p in path.iterdir()] == ["first"] and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_bare_name_says_nothing_about_the_machine(tmp_path):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-PER_ROW = (
-    64  # with this many shadows every row gets variances of its own; with fewer, all rows share them, as in the paper
-)
+PER_ROW = 64  # shadows from which every row has its own variances; with fewer, all rows share them (as in the paper)
 
 
 def lira(target: np.ndarray, shadows: np.ndarray, inside: np.ndarray) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from typing import Any
 
 from rgp._version import __version__
@@ -11,31 +10,22 @@ from rgp.report import words
 from rgp.report.attacks import attacks
 from rgp.report.charts import COLOURS, Series, line_chart, trade_off
 from rgp.report.details import details, method_name
-from rgp.report.html import Html, items, join, table, tag
+from rgp.report.html import Html, document, items, join, table, tag
 from rgp.report.promise import promise, promises
 from rgp.report.runs import RecordedRun
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STAMP = "Not covered by the guarantee — do not publish"
 
 
 def page(runs: Sequence[RecordedRun]) -> Html:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     body = _one(runs[0]) if len(runs) == 1 else _several(runs)
-    head = tag(
-        "head",
-        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-        Html('<meta name="robots" content="noindex">'),
-        tag("title", f"{title} · rgp report"),
-        Html(f"<style>{files('rgp.report').joinpath('style.css').read_text(encoding='utf-8')}</style>"),
-    )
     footer = tag(
         "footer",
         f"Written by rgp {__version__}. This page needs no network and loads nothing. "
         "To publish a model, publish the run's folder model/, not this page.",
     )
-    return join(Html("<!doctype html>\n"), tag("html", head, tag("body", body, footer), lang="en"), Html("\n"))
+    return document(f"{title} · rgp report", body, footer, listed=False)
 
 
 # One run

@@ -63,7 +63,7 @@ class TrainingStatistics:
 
 
 class Signals:
-    """The first Ctrl-C (or SIGTERM) is noted, and the loop ends in its own time; a second one interrupts at once."""
+    """Notes the first Ctrl-C (or SIGTERM), so that the loop can end in good order; a second one interrupts at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
