@@ -148,9 +148,9 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    from rgp.files import read_json_lines
+
+    return read_json_lines(path)
 
 
 def by_setting(
@@ -174,9 +174,10 @@ def mean_and_error(values: list[float]) -> tuple[float, float | None]:
 
 def verdict(a: dict[int, float], b: dict[int, float]) -> tuple[float, float | None, str]:
     """Paired difference a - b over the seeds that both have; a win is one above two standard errors, of three seeds or more."""
-    found = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
-    difference, error = mean_and_error(found)
-    if error is None or len(found) < 3:  # from two, it is less than half of the true error in two cases of five
+    from rgp.reproduce.numbers import paired_difference
+
+    difference, error, seeds = paired_difference(a, b)
+    if error is None or seeds < 3:  # from two, it is less than half of the true error in two cases of five
         return difference, None, "too few seeds"
     return difference, error, "level" if abs(difference) <= 2 * error else "win" if difference > 0 else "loss"
 

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from rgp.files import bare_name, complete_folder, write_atomically, write_file, write_json, write_text
+from rgp.files import bare_name, complete_folder, read_json_lines, write_atomically, write_file, write_json, write_text
 
 
 def mode_of(path):
@@ -70,3 +70,10 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path):
 def test_a_bare_name_says_nothing_about_the_machine(tmp_path):
     assert bare_name(str(tmp_path / "mine.csv")) == "mine.csv"
     assert bare_name("owner/name") == "owner/name"
+
+
+def test_lines_that_a_crash_cut_short_are_left_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    assert read_json_lines(path) == []
+    path.write_bytes(b'{"step": 1}\n{"step": 2\n[3]\n{"step": 4}\n{"step": 5, "text": "\xff')
+    assert read_json_lines(path) == [{"step": 1}, {"step": 4}]

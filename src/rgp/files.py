@@ -70,6 +70,20 @@ def write_json(path: Path, content: Any, *, mode: int = 0o666) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n", mode=mode)
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one per line; without the lines that a crash cut short. Empty if there is no file."""
+    found = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                found.append(row)
+    return found
+
+
 @contextmanager
 def complete_folder(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
     """An empty folder to fill; it takes the place of `path` at the end, and is removed after a failure."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from rgp.accounting import Event, Meaning, epsilon, meaning
 from rgp.errors import LedgerError
+from rgp.files import read_json_lines
 from rgp.ledger import Ledger
 from rgp.rounding import finite
 
@@ -77,7 +78,7 @@ def read_run(folder: Path) -> RecordedRun:
     summary = _json(path)
     if not isinstance(summary, dict):
         raise RunError(f"{path} does not hold a JSON object.")
-    public, private = _rows(folder / "metrics.jsonl"), _rows(folder / "private.jsonl")
+    public, private = (read_json_lines(folder / f"{name}.jsonl") for name in ("metrics", "private"))
     attack = next((row["attack"] for row in reversed(private) if "attack" in row), None)  # the demo's
     if (folder / "attack.json").is_file():
         attack = _json(folder / "attack.json")
@@ -130,17 +131,3 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The lines up to the first that a crash left unfinished."""
-    rows: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows

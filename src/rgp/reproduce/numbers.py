@@ -165,6 +165,12 @@ def _more_seeds(cell: Cell, store: Store) -> dict[int, dict[str, Any]]:
     return {seed: record for seed, record in found.items() if record is not None}
 
 
+def paired_difference(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[float, float | None, int]:
+    """Mean of a - b over the seeds that both have, its standard error, and how many seeds these are."""
+    found = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+    return statistics.mean(found), standard_error(found), len(found)
+
+
 def standard_error(values: Sequence[float]) -> float | None:
     """The standard error of the mean; None for fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

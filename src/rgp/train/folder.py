@@ -91,15 +91,7 @@ class RunFolder:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def rows(self, path: Path) -> list[dict[str, Any]]:
-        if not path.exists():
-            return []
-        found = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break  # cut short by a crash: nothing was written after it
-        return found
+        return files.read_json_lines(path)
 
     def rewind(self, step: int) -> None:
         """Remove the rows after a checkpoint: those steps are taken again."""
