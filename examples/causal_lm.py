@@ -57,7 +57,7 @@ def collate(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def losses(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every document: the sum over its tokens, and how many they are."""
+    """The sum of every document's loss over its tokens, and how many tokens there are."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
     lost = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")

@@ -1,4 +1,4 @@
-"""An image model with batch norm, made fit for private training, checked, trained, interrupted and gone on with.
+"""An image model with batch norm, made fit for private training, checked, trained, interrupted and resumed.
 
 The images are made here: noisy bars, horizontal, vertical or diagonal. Replace `images` and `network` by yours.
 """

@@ -2,7 +2,10 @@
 
 A list has stages: `tables` (the runs of the results page), `tuning` (how its settings were chosen, on rows of the training
 set), and perhaps others. An entry is a preset of `rgp train`, what is changed in it, and the seeds. Runs whose name is in the
-results already are skipped, and a run that was stopped goes on from its last checkpoint.
+results already are skipped, and a run that was stopped resumes from its last checkpoint.
+
+`rgp reproduce` has a harness of its own (rgp.reproduce.running): there a cell is known by the hash of its settings and may be an
+attack or a cost; here a run is known by its name and keeps its curve, clip fractions and CPU time.
 """
 
 from __future__ import annotations
@@ -10,9 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -26,7 +27,7 @@ STAGES = ("tables", "tuning")
 
 
 def arguments(about: str | None, results: Path, data: str, stages: tuple[str, ...] = STAGES) -> argparse.Namespace:
-    """What both scripts are asked with. data: what --data holds."""
+    """The command line of both scripts. data: what --data holds."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=(*stages, "show"))
     parser.add_argument("--data", type=Path, help=f"folder with {data}")
@@ -55,7 +56,7 @@ def planned(path: Path, what: str) -> list[dict[str, Any]]:
     return jobs
 
 
-def work_off(
+def run_missing(
     jobs: list[dict[str, Any]],
     results: Path,
     run: Callable[[dict[str, Any]], dict[str, Any]],
@@ -114,16 +115,14 @@ def train(job: dict[str, Any], data: Path, out: Path, **fixed: Any) -> dict[str,
 
 
 def commit() -> str:
-    """Of the code that ran."""
-    import rgp
+    """The commit of the code that ran."""
+    from rgp.bench.machine import describe_commit
 
-    where = Path(rgp.__file__).parent
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True)
-    return asked.stdout.strip() or "unknown"
+    return describe_commit()["commit"] or "unknown"
 
 
 def compute_once() -> None:
-    """Runs of one budget share their noise and their epsilon curve."""
+    """Compute noise and epsilon curve once for all runs with the same budget."""
     from rgp import accounting
 
     for name in ("calibrate_scale", "epsilon_curve"):
@@ -149,9 +148,9 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    from rgp.files import read_json_lines
+
+    return read_json_lines(path)
 
 
 def by_setting(
@@ -168,15 +167,17 @@ def by_setting(
 
 def mean_and_error(values: list[float]) -> tuple[float, float | None]:
     """The error is the standard error of the mean; None for one value."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return statistics.mean(values), error
+    from rgp.reproduce.numbers import standard_error
+
+    return statistics.mean(values), standard_error(values)
 
 
 def verdict(a: dict[int, float], b: dict[int, float]) -> tuple[float, float | None, str]:
     """Paired difference a - b over the seeds that both have; a win is one above two standard errors, of three seeds or more."""
-    found = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
-    difference, error = mean_and_error(found)
-    if error is None or len(found) < 3:  # of two, the error is below half its size in two cases of five
+    from rgp.reproduce.numbers import paired_difference
+
+    difference, error, seeds = paired_difference(a, b)
+    if error is None or seeds < 3:  # from two, it is less than half of the true error in two cases of five
         return difference, None, "too few seeds"
     return difference, error, "level" if abs(difference) <= 2 * error else "win" if difference > 0 else "loss"
 

@@ -42,7 +42,7 @@ def main() -> None:
         return found if given.what == "tuning" else {**found, "accuracy_held_out": accuracy(out, folders["held_out"])}
 
     jobs = driver.planned(LIST, given.what)
-    driver.work_off(jobs, given.results, run, only=given.only, share=given.share)
+    driver.run_missing(jobs, given.results, run, only=given.only, share=given.share)
 
 
 def split(data: Path) -> dict[str, Path]:
@@ -73,7 +73,7 @@ def split(data: Path) -> dict[str, Path]:
 
 
 def accuracy(out: Path, data: Path) -> float:
-    """Of a finished run, on the test rows of another folder."""
+    """A finished run's accuracy on the test rows of another folder."""
     from rgp.train import setup, weights
 
     settings, parts, _ = weights.load_trained(out)

@@ -129,7 +129,7 @@ def other(rows: Rows) -> str:
 
 
 def line(rows: Rows, name: str, label: str, epsilon: str) -> tuple[str, ...]:
-    """Of the table of accuracies; empty if there is no such run."""
+    """A line of the table of accuracies; empty if there is no such run."""
     runs = runs_of(rows, name)
     if not runs:
         return ()

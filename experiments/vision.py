@@ -31,7 +31,7 @@ def main() -> None:
             draw(driver.read(given.results), given.plots)
         return
     folder = given.data if given.what == "tables" else tuning_folder(given.data)
-    driver.work_off(
+    driver.run_missing(
         driver.planned(LIST, given.what),
         given.results,
         lambda job: driver.train(job, folder, given.out / job["name"], run__eval_every=75),

@@ -1,7 +1,7 @@
 """The engine seen from outside: train with `rgp.privatize`, and compare with autograd one example at a time.
 
 Nothing here uses the engine's own arithmetic. P(G) is formed with dense p x p and d x d projectors from the carriers
-that `run.carriers` shows, norms are those of METHOD.md section 3, and examples never share a forward pass.
+that `run.carriers` shows, norms are those of docs/method.md, "Which norm is clipped", and examples never share a forward pass.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def projection(G: Tensor, L: Tensor, R: Tensor, sides: str) -> Tensor:
 
 
 def squared_norm(G: Tensor, L: Tensor, R: Tensor, sides: str, norm: str) -> Tensor:
-    """Of what is released for one carried parameter: METHOD.md, section 3."""
+    """The squared norm of what is released for one carried parameter: docs/method.md, "Which norm is clipped"."""
     G = G.flatten(1)
     if sides == "left":
         return (G @ R.T).square().sum()

@@ -31,7 +31,7 @@ def gaussian_delta(mu, eps):
     return norm.cdf(mu / 2 - eps / mu) - np.exp(eps + norm.logcdf(-mu / 2 - eps / mu))
 
 
-# Reference values (METHOD.md section 6)
+# Reference values of dp-accounting's PLD accountant
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,16 @@ from torch import nn
 import rgp
 from helpers import seeded
 from rgp.optimizers import AdamCorrected
-from rgp.reconstruct import noise_variance, rebuild
+from rgp.reconstruct import factors, noise_variance
 
 # ---------------------------------------------------------------------- optimizers
+
+
+def rebuild(Lt, R, At, dR):
+    """dL R + L dR - L L^T dL R, the paper's Corollary 1; with one side released, dL R or L dR."""
+    if At is None:
+        return Lt.T @ dR
+    return At.T @ R if dR is None else At.T @ R + Lt.T @ dR - Lt.T @ Lt @ At.T @ R
 
 
 def test_noise_variance_of_rebuilt_gradients_by_simulation():
@@ -28,6 +35,9 @@ def test_noise_variance_of_rebuilt_gradients_by_simulation():
             made = torch.vmap(lambda a: rebuild(Lt, R, a, None))(At)
         else:
             made = torch.vmap(lambda d: rebuild(Lt, R, None, d))(dR)
+        given = (At[0] if left else None, dR[0] if right else None)
+        one, other = factors(Lt, R, *given)
+        torch.testing.assert_close(one @ other, rebuild(Lt, R, *given))
         known = noise_variance(Lt, R, left=left, right=right)
         measured = made.square().mean(0)
         # 5 standard errors of a variance; a formula without the product term, or with l and q swapped, is far outside

@@ -187,7 +187,7 @@ def test_a_training_that_diverges_has_nothing_to_measure(tmp_path):
         (["x", "--least-squares"], "give one of"),
         (["x", "--set", "method.rank=2"], "--set changes a preset"),
         (["--preset", "digits-rgp", "--quick"], "--quick goes with"),
-        (["--preset", "digits-rgp", "--rank", "0", "--out", "a"], "--rank 0 must be 1 or more"),
+        (["--preset", "digits-rgp", "--rank", "0", "--out", "a"], "--rank must be an integer of at least 1; got 0"),
         (["--preset", "digits-rgp", "--out", "run/model"], "for publishing"),
         (["--preset", "digits-rgp", "--out", "run/model/analysis"], "for publishing"),
         (["nowhere", "--out", "a"], "no config.yaml"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def test_the_core_imports_nothing_that_is_built_on_it():
         "bench",
         "planning",
         "data",
+        "cards",
+        "demo",
     }
     core = [p for p in SOURCE.glob("*.py") if p.name not in ("cli.py", "__main__.py")]
     core += [*(SOURCE / "rules").glob("*.py"), *(SOURCE / "checks").glob("*.py")]
@@ -42,3 +45,59 @@ def test_the_core_imports_nothing_that_is_built_on_it():
         if re.search(rf"^\s*(from|import) rgp\.{name}\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     assert not found, found
+
+
+def test_packages_do_not_import_in_circles():
+    graph = {name: others - {name, "core"} for name, others in imports().items() if name != "core"}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+def test_the_page_on_the_architecture_lists_who_imports_whom():
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([`\w, ]*) ?\|", page.split("## Who may import whom")[1], re.MULTILINE)
+    listed = {f"rgp.{name}": {f"rgp.{other}" for other in re.findall(r"\w+", others)} for name, others in rows}
+    core = {"core", "rgp.rules", "rgp.checks"}
+    found = {name: others - core - {name} for name, others in imports().items() if name not in core}
+    assert {name: others for name, others in found.items() if name != "command line"} == listed
+
+
+def imports() -> dict[str, set[str]]:
+    """Package -> the packages that it imports when it is loaded or called."""
+    found: dict[str, set[str]] = {}
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rgp"):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith("rgp")]
+            for name in names:
+                found.setdefault(package(module), set()).add(package(name))
+    return found
+
+
+def modules() -> dict[str, ast.Module]:
+    return {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): ast.parse(
+            path.read_text(encoding="utf-8")
+        )
+        for path in SOURCE.rglob("*.py")
+    }
+
+
+def package(module: str) -> str:
+    """rgp.train.card -> rgp.train; the files next to rgp/__init__.py are the core, cli.py is by itself."""
+    parts = module.split(".")
+    if parts[1:2] in (["cli"], ["__main__"]):
+        return "command line"
+    return ".".join(parts[:2]) if len(parts) > 1 and (SOURCE / parts[1]).is_dir() else "core"

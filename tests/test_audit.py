@@ -132,7 +132,7 @@ def test_with_sampling_the_curve_is_that_of_the_sampled_mechanism():
 
 
 def test_wrong_counts_and_levels_are_refused():
-    with pytest.raises(ValueError, match="must not fall"):
+    with pytest.raises(ValueError, match="each must be at most the next"):
         guessed(10, 5, 6)
     with pytest.raises(ValueError, match="confidence"):
         lower_bounds([1.0], [True], [Event(1.0, 1.0)], delta=1e-5, confidence=1.5)

@@ -278,7 +278,7 @@ def test_command_prints_json_and_nothing_else(cli):
     [
         (["--model", "nosuch"], "model='nosuch'"),
         (["--batch", "9"], "batch=9 must be a multiple"),
-        (["--rank", "0"], "rank=0"),
+        (["--rank", "0"], "rank must be an integer of at least 1"),
         (["--optimizer", "lion"], "optimizer='lion'"),
         (["--against", "plian"], "against=plian"),
         (["--scaling", "depth"], "scaling='depth'"),

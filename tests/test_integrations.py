@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -16,7 +18,8 @@ import rgp
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from rgp.integrations.transformers import PrivacyArguments, PrivateTrainer, token_losses  # noqa: E402
+from rgp.integrations.losses import token_losses  # noqa: E402
+from rgp.integrations.transformers import PrivacyArguments, PrivateTrainer  # noqa: E402
 
 N, VOCABULARY = 40, 30
 
@@ -241,10 +244,8 @@ def test_resume_gives_the_uninterrupted_run_and_charges_nothing_twice(tmp_path):
     assert not list((tmp_path / "cut").glob("checkpoint-*/optimizer.pt"))  # nothing to unpickle
 
 
-@pytest.mark.parametrize(
-    "changed", [{"noise_seed": None}, {"clip": 1.0}, {"unit": "one user"}, {"overrides": {"*norm*": "frozen"}}]
-)
-def test_a_run_that_is_gone_on_with_keeps_its_privacy_arguments(tmp_path, changed):
+@pytest.mark.parametrize("changed", [{"noise_seed": None}, {"clip": 1.0}, {"overrides": {"*norm*": "frozen"}}])
+def test_a_resumed_run_keeps_its_privacy_arguments(tmp_path, changed):
     """They are on its card."""
     trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=2).train()
     (name,) = changed
@@ -624,3 +625,31 @@ def test_trainer_with_adapters(tmp_path):
     batch = collate(make_rows(4))
     assert torch.allclose(again(**batch).logits, model.eval()(**batch).logits, atol=1e-6)
     assert "differential privacy" in (tmp_path / "adapter" / "README.md").read_text()
+
+
+def test_the_trainer_needs_none_of_the_command_line_s_packages():
+    """rgp[trainer] does not install typer, rich and yaml; transformers itself may use them if they are there."""
+    code = """
+import sys
+import transformers.trainer  # with all that it imports by itself
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("typer", "rich", "yaml"):
+            raise ImportError(f"{name} is blocked")
+for name in [n for n in sys.modules if n.split(".")[0] in ("typer", "rich", "yaml")]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Blocked())
+import rgp.integrations.transformers
+assert not [n for n in sys.modules if n == "rgp.cli" or n.startswith("rgp.train.")]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_card_names_the_unit_that_was_drawn_and_no_other(tmp_path):
+    private = trainer(tmp_path, max_steps=1)
+    private.train()
+    assert private.privacy_card()["unit"] == private.run.mechanism.unit.describe() == privacy().unit
+    with pytest.raises(ValueError, match="unit='one patient': the guarantee is for one row of the dataset"):
+        privacy(unit="one patient")
+    assert "unit" not in privacy(unit="one row of the training data").record()  # the default of earlier versions

@@ -308,7 +308,7 @@ def test_the_unit_of_a_language_model_is_what_was_asked_for(gpt2_folder, tmp_pat
     else:
         expected, longest = len(text.split("\n\n") if unit == "document" else [x for x in text.split("\n") if x]), 20
     assert len(data.train) + len(data.test) == expected and max(data.train.lengths) <= longest
-    assert data.unit.startswith(words) and words in data.description
+    assert data.row.startswith(words) and words in data.description
     batch = data.collate_fn([data.train[i] for i in range(6)])
     assert ((batch["labels"] == -100) == (batch["attention_mask"] == 0)).all()
 
@@ -323,12 +323,13 @@ def test_train_a_causal_language_model(request, tmp_path, kind, capsys):
     shown = progress.Silent()
     shown.say = said.append
     summary = runner.train(chosen, tmp_path / "run", progress=shown)
-    assert any("privacy unit: one document of the training text" in line for line in said)
-    assert summary["unit"].startswith("one document") and 0 <= summary["accuracy"] <= 1
+    unit = "one row of the dataset (one document of the training text)"
+    assert any(f"privacy unit: {unit}" in line for line in said)
+    assert summary["unit"] == unit and 0 <= summary["accuracy"] <= 1
     measured = evaluation.evaluate_run(tmp_path / "run")
     assert measured["perplexity"] == pytest.approx(summary["perplexity"], rel=1e-5)
     card = (tmp_path / "run" / "model" / "privacy_card.md").read_text()
-    assert "for one document of the training text" in card and "one document is added or removed" in card
+    assert f"for {unit}" in card and "one row is added or removed" in card
     assert "perplexity" not in card  # the held-out documents are private
     published = [f for f in (tmp_path / "run" / "model").rglob("*") if f.suffix in (".md", ".json")]
     assert published and not any(str(tmp_path.parent) in f.read_text() for f in published), "no path of this machine"

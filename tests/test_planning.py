@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import rgp
 from rgp.bench import Settings, contenders, harness, workloads
 from rgp.planning import METHODS, Question, estimate, models, plan
-from rgp.planning.estimate import Contender, bytes_from, signal_to_noise
+from rgp.planning.estimate import Contender, signal_to_noise
+from rgp.planning.question import bytes_from
 from rgp.planning.tally import Tally
 
 TOY = Settings(model="toy", batch=4, microbatch=4, seq=16, rank=2, repeats=1, threads=1)
@@ -330,12 +331,12 @@ def test_bfloat16_halves_the_weights_but_not_the_sum(folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "sgd"}, "method='sgd'"),
+        ({"method": "sgd"}, "method must be one of .*got 'sgd'"),
         ({"batch": 10, "dataset_size": 5}, "at most dataset_size=5"),
-        ({"rank": 0}, "rank=0"),
+        ({"rank": 0}, "rank must be an integer of at least 1; got 0"),
         ({"sharded": True}, "world_size"),
         ({"source": "public"}, "public data"),
-        ({"against": ("opacus",)}, "against='opacus'"),
+        ({"against": ("opacus",)}, "against must be one of .*got 'opacus'"),
     ],
 )
 def test_wrong_questions_are_refused(options, words):

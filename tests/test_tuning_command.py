@@ -20,7 +20,7 @@ from rgp.errors import LedgerError
 from rgp.ledger import Ledger
 from rgp.rounding import round_up
 from rgp.streams import Streams
-from rgp.train.card import NOT_COVERED
+from rgp.cards.content import NOT_COVERED
 from rgp.train.errors import RunFolderError
 from rgp.tuning import running, trials
 from rgp.tuning.law import Law

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rgp import accounting
 from rgp.accounting import Event
+from rgp.rounding import finite, percent_up, round_up
 
 if TYPE_CHECKING:
     import typer
@@ -100,13 +101,13 @@ def account(
         if math.isfinite(spent):
             sentence = (
                 "An attacker who sees every released weight recognises at most "
-                f"{_percent(meaning.tpr_at_0_1_percent)} of the examples that were used if 0.1% of the others may be "
-                f"taken for used by mistake, and {_percent(meaning.tpr_at_1_percent)} if 1% may."
+                f"{percent_up(meaning.tpr_at_0_1_percent)} of the examples that were used if 0.1% of the others may be "
+                f"taken for used by mistake, and {percent_up(meaning.tpr_at_1_percent)} if 1% may."
             )
     elif math.isfinite(spent):
         sentence = (
             "With or without any one example, no outcome is more than "
-            f"exp({_up(spent)}) times as likely, except with probability {delta:g}."
+            f"exp({round_up(spent, 4)}) times as likely, except with probability {delta:g}."
         )
     _show("What this run spends", facts, sentence, as_json)
 
@@ -145,7 +146,7 @@ def calibrate(
         "neighbours": "add-or-remove-one",
     }
     sentence = (
-        f"Noise of {_up(sigma)} times the clipping norm in each of {steps} steps stays within epsilon {epsilon:g}; "
+        f"Noise of {round_up(sigma, 4)} times the clipping norm in each of {steps} steps stays within epsilon {epsilon:g}; "
         f"{1 / accounting.RESOLUTION:g} less would not."
     )
     _show("The least noise for this budget", facts, sentence, as_json)
@@ -195,7 +196,7 @@ _LABELS = {
 
 def _show(title: str, facts: dict[str, Any], sentence: str, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({name: _finite(value) for name, value in facts.items()}, allow_nan=False))
+        typer.echo(json.dumps({k: finite(v) if isinstance(v, float) else v for k, v in facts.items()}, allow_nan=False))
         return
     from rich import box
     from rich.console import Console
@@ -213,29 +214,16 @@ def _show(title: str, facts: dict[str, Any], sentence: str, as_json: bool) -> No
 
 def _text(name: str, value: Any) -> str:
     if name.startswith("tpr"):
-        return _percent(value)
+        return percent_up(value)
     if name in ("epsilon", "mu", "noise_multiplier"):
-        return _up(value)
+        return round_up(value, 4)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _up(value: float) -> str:
-    """Four decimals, never below the value."""
-    return f"{math.ceil(value * 1e4) / 1e4:.4f}" if math.isfinite(value) else "infinite"
-
-
-def _percent(rate: float) -> str:
-    return f"{math.ceil(rate * 1e4) / 1e2:.2f}%"
 
 
 def _flowing(text: str) -> str:
     """A docstring whose paragraphs the terminal wraps; those after \\b stay as they are."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(p if p.startswith("\b") else " ".join(p.split()) for p in paragraphs)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if typer is not None:
@@ -266,13 +254,26 @@ if typer is not None:
     from rgp.audit import command as _audit
     from rgp.bench import command as _bench
     from rgp.data import command as _data
+    from rgp.demo import command as _demo
     from rgp.planning import command as _plan
     from rgp.report import command as _report
     from rgp.reproduce import command as _reproduce
     from rgp.train import command as _train
     from rgp.tuning import command as _tune
 
-    for _group_of_commands in (_train, _data, _report, _bench, _analysis, _attack, _audit, _plan, _reproduce, _tune):
+    for _group_of_commands in (
+        _train,
+        _demo,
+        _data,
+        _report,
+        _bench,
+        _analysis,
+        _attack,
+        _audit,
+        _plan,
+        _reproduce,
+        _tune,
+    ):
         _group_of_commands.register(app)
     app.command()(account)
     app.command()(calibrate)

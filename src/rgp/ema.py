@@ -12,7 +12,7 @@ from torch import Tensor
 class WeightMean:
     """mean <- d mean + (1 - d) weights after every step t = 1, 2, ..., with d = min(decay, (1 + t) / (10 + t)).
 
-    The early steps count for less than `decay` would have it, so that the initial weights are soon forgotten.
+    The first steps decay faster than `decay`, so that the initial weights are soon forgotten.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
@@ -24,14 +24,14 @@ class WeightMean:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After step number `step` (1 is the first)."""
+        """Take in the weights after step number `step` (1 is the first)."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, parameter in self._parameters.items():
             self.state[name].lerp_(parameter.detach(), weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The mean in the place of the weights."""
+        """Put the mean in the place of the weights for a while."""
         own = {name: p.data for name, p in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():

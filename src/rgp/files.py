@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +42,20 @@ def remove(path: Path) -> None:
         path.with_name(name).unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """`write(new)` fills a new file beside `path`, which then takes its place. Durable when this returns."""
-    new = path.with_name(path.name + NEW)
-    write(new)
-    with open(new, "r+b") as file:
-        os.fsync(file.fileno())
-    os.replace(new, path)
+def write_atomically(path: Path, write: Callable[[Path], None], *, shared: bool = False) -> None:
+    """`write(new)` fills a new file beside `path`, which then takes its place. Durable when this returns.
+
+    shared: several processes may write this file at the same time, each under a name of its own; the last one stays.
+    """
+    new = path.with_name(f".{path.name}.{os.getpid()}{NEW}" if shared else path.name + NEW)
+    try:
+        write(new)
+        with open(new, "r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -58,5 +68,44 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     write_atomically(path, write)
 
 
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+    write_file(path, text.encode(), mode=mode)
+
+
 def write_json(path: Path, content: Any, *, mode: int = 0o666) -> None:
-    write_file(path, json.dumps(content, indent=1).encode() + b"\n", mode=mode)
+    write_text(path, json.dumps(content, indent=1) + "\n", mode=mode)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one per line; without the lines that a crash cut short. Empty if there is no file."""
+    found = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                found.append(row)
+    return found
+
+
+@contextmanager
+def complete_folder(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
+    """An empty folder to fill; it takes the place of `path` at the end, and is removed after a failure."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield folder
+        folder.chmod(mode)
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(folder, path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
+
+
+def bare_name(name: str) -> str:
+    """A file's or folder's name without its place, which is nobody's business; a name on the hub stays as it is."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_absolute() or path.exists() or name.startswith(".") else name

@@ -1,8 +1,8 @@
 """Adam that knows how much of the gradient's square is noise (DP-AdamBC). Post-processing: nothing private is read.
 
-Adam divides by the root of a running mean of g^2. Of a noisy gradient that mean is signal^2 + noise variance, and where
-noise dominates every entry is divided by the same number: what is left is SGD with momentum. The variance is known
-to whoever added the noise, so it is taken out again.
+Adam divides by the root of a running mean of g^2. For a noisy gradient that mean is signal^2 + noise variance, and where
+noise dominates, every entry is divided by the same number: what is left is SGD with momentum. The variance is
+known, because the noise was added here, so it is subtracted again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class AdamCorrected(torch.optim.Optimizer):
     >>> model = torch.nn.Linear(8, 2)
     >>> optimizer = AdamCorrected(model.parameters(), lr=1e-3)
     >>> data = [(torch.randn(8), i % 2) for i in range(64)]
-    >>> run = rgp.privatize(model, optimizer, data, noise_multiplier=1.0, batch_size=16, steps=1)  # and knows it now
+    >>> run = rgp.privatize(model, optimizer, data, noise_multiplier=1.0, batch_size=16, steps=1)  # which tells it the variance
     >>> run.close()
 
     floor: the second moment of an entry is at least this share of the mean noise variance of its parameter. A running

@@ -1,6 +1,6 @@
 """PowerSGD (Vogels et al. 2019): a released gradient -> its rank-r approximation. Post-processing: nothing private is read.
 
-Q starts random and is kept from step to step, so that the power iteration goes on over the run. Shapes: gradient (p, d),
+Q starts random and is kept from step to step, so that the power iteration continues through the run. Shapes: gradient (p, d),
 Pt (r, p) with orthonormal rows, Q (r, d).
 """
 

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 
-def rebuild(Lt: Tensor, R: Tensor, At: Tensor | None, dR: Tensor | None) -> Tensor:
-    """dL R + L dR - L L^T dL R; with one side released, dL R or L dR."""
-    left, right = factors(Lt, R, At, dR)
-    return left @ right
-
-
 def factors(Lt: Tensor, R: Tensor, At: Tensor | None, dR: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What `rebuild` is the product of: (p, k) and (k, d), with k = 2r or r.
+    """Two factors, (p, k) and (k, d) with k = 2r or r, whose product is dL R + L dR - L L^T dL R, or with one side L dR or dL R.
 
     The left part is projected again, (I - L L^T) A: for the paper's norm that is the formula's last term, for the
     intrinsic norm it removes the noise that fell into the span of L, where dR already speaks.
@@ -31,7 +25,7 @@ def factors(Lt: Tensor, R: Tensor, At: Tensor | None, dR: Tensor | None) -> tupl
 
 
 def noise_variance(Lt: Tensor, R: Tensor, *, left: bool, right: bool) -> Tensor:
-    """Variance of each entry (p, d) of what `rebuild` returns, where the entries of At and dR have variance 1.
+    """Variance of each entry (p, d) of the rebuilt gradient, where the entries of At and dR have variance 1.
 
     l_i + q_j - l_i q_j with l = diag(L L^T), q = diag(R^T R); with one side released, q_j or l_i.
     """

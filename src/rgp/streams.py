@@ -31,7 +31,7 @@ class Streams:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"secret must have {SECRET_BYTES} bytes; got {len(secret)}")
         self.secret = secret
-        self._rank = rank  # of a distributed run: dropout and augmentation are its own, all else is common
+        self._rank = rank  # in a distributed run: each rank has its own dropout and augmentation, all else is common
         self.known = known  # a user gave the seed: the guarantee does not hold against whoever knows it
         self._keys = {
             purpose: np.frombuffer(hashlib.blake2b(secret, digest_size=16, person=purpose.encode()).digest(), np.uint64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from rgp.files import write_text
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +56,7 @@ def analyze(
         if (run is not None) + (preset is not None) + least_squares != 1:
             raise ValueError("give one of a run's folder, --preset NAME or --least-squares")
         if changes and preset is None:
-            raise ValueError("--set changes a preset; a run is repeated with the settings it had")
+            raise ValueError("--set changes a preset; a run is repeated with the settings that it had")
         if quick and not least_squares:
             raise ValueError("--quick goes with --least-squares; to shorten a training use --steps")
         say = (lambda text: typer.echo(text, err=True)) if not as_json else (lambda _: None)
@@ -126,10 +127,7 @@ def _least_squares(out: Path, quick: bool, say: Any) -> tuple[dict[str, Any], li
 
 
 def _write(found: dict[str, Any], out: Path, draw: Any) -> list[Path]:
-    path = out / "analysis.json"
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    write_text(out / "analysis.json", json.dumps(found, indent=1, allow_nan=False) + "\n", mode=0o600)
     try:
         return draw(found, out)
     except ImportError:

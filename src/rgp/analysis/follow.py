@@ -33,6 +33,7 @@ from rgp.train.folder import RunFolder
 from rgp.train.progress import Silent
 from rgp.train.runner import Session
 from rgp.train.setup import Parts
+from rgp.validate import check_count
 
 
 def follow(
@@ -52,8 +53,7 @@ def follow(
     model_folder: a finished run's model/, to say whether this training gave the same weights
     """
     for name, value in (("rank", rank), ("batch", batch), *([("steps", steps)] if steps is not None else [])):
-        if value < 1:
-            raise ValueError(f"--{name} {value} must be 1 or more")
+        check_count(f"--{name}", value)
     parts = setup.make(settings)
     every = max(1, round(len(parts.data.train) / settings.training.batch_size))
     last = parts.steps if steps is None else min(steps, parts.steps)
@@ -109,7 +109,7 @@ class Probe:
         self.matrices: dict[str, dict[str, Any]] = {}
 
     def measure(self, run: Run) -> None:
-        """Before a step: its carriers are made from released state, no example of it has been drawn."""
+        """Measure before a step: its carriers are made from released state, and none of its examples has been drawn."""
         if not run.finished:
             run.begin_step()
         self.steps.append(run.step_index)

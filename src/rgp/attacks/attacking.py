@@ -14,10 +14,11 @@ from rgp import accounting
 from rgp.attacks.lira import lira
 from rgp.attacks.metrics import CONFIDENCE, INTERVALS, judge
 from rgp.attacks.rmia import rmia
-from rgp.attacks.shadows import Rows, confidences, train_shadows
+from rgp.attacks.shadows import PooledRows, confidences, train_shadows
+from rgp.attacks.threshold import attack
 from rgp.ledger import Ledger
 from rgp.report.words import coin
-from rgp.train import runner
+from rgp.train import runner, setup
 from rgp.train.card import record_attack
 from rgp.train.config import Config
 from rgp.train.errors import Interrupted, RunFolderError
@@ -31,15 +32,17 @@ NOTE = "Statistics of private rows. The guarantee does not cover them: do not pu
 def attack_run(out: Path, *, shadows: int = 0, seed: int = 0, keep: bool = False, progress: Progress) -> dict[str, Any]:
     """Attack the run in `out`; returns what its attack.json holds."""
     if shadows and (shadows < 4 or shadows % 2):
-        raise ValueError(f"--shadows {shadows} must be 0, or an even number from 4: each row is in half of them.")
+        raise ValueError(
+            f"--shadows {shadows} must be 0, or an even number of at least 4: each row is in half of them."
+        )
     folder = RunFolder(out)
     config, parts, source = load_trained(out)
     if source != "model":
-        raise RunFolderError(f"{out} is not finished; go on with it first: rgp train --resume --out {out}")
+        raise RunFolderError(f"{out} is not finished; finish it first: rgp train --resume --out {out}")
     data, summary = parts.data, folder.read_json(folder.summary)
     members = len(data.train)
     batch = config.training.microbatch_size or 32
-    everyone = Rows(data.train, data.test, range(members + len(data.test)))
+    everyone = PooledRows(data.train, data.test, range(members + len(data.test)))
     target = confidences(parts.model, everyone, parts, batch_size=batch)
     scores = {"loss threshold": -np.logaddexp(0.0, -target)}
     if shadows:
@@ -56,7 +59,9 @@ def attack_run(out: Path, *, shadows: int = 0, seed: int = 0, keep: bool = False
                 progress=progress,
             )
         except Interrupted as error:
-            error.args = (f"stopped; shadow models so far are kept. Go on with: rgp attack {out} --shadows {shadows}",)
+            error.args = (
+                f"stopped; the shadow models so far are kept. Resume with: rgp attack {out} --shadows {shadows}",
+            )
             raise
         scores["LiRA"] = lira(target, found, inside)
         scores["RMIA"] = rmia(target, found, np.arange(members, len(target)))
@@ -78,11 +83,27 @@ def attack_run(out: Path, *, shadows: int = 0, seed: int = 0, keep: bool = False
     if _draw(judged, result["promised"], picture, progress):
         result["files"] = [str(picture)]
     result["files"].insert(0, str(out / "attack.json"))
-    folder.write_text(out / "attack.json", json.dumps(result, indent=2, allow_nan=False) + "\n", mode=0o600)
+    folder.write_json(out / "attack.json", result, mode=0o600)
     record_attack(folder)
     if runner.write_report([out], folder.report, progress.say) is not None:
         result["files"].append(str(folder.report))
     return result
+
+
+def threshold_attack(out: Path, *, seed: int = 0) -> dict[str, Any]:
+    """The loss-threshold test alone, training rows against held-out rows, writing nothing. Its result is private."""
+    config, parts, _ = load_trained(out)
+    train, test = (
+        setup.example_losses(
+            parts.model,
+            rows,
+            collate_fn=parts.data.collate_fn,
+            device=parts.device,
+            batch_size=config.training.microbatch_size or 32,
+        )[0]
+        for rows in (parts.data.train, parts.data.test)
+    )
+    return attack(train, test, seed=seed)
 
 
 def _promised(out: Path) -> dict[str, float] | None:
@@ -101,7 +122,7 @@ def _promised(out: Path) -> dict[str, float] | None:
 
 
 def _cache(folder: RunFolder, config: Config, summary: dict[str, Any]) -> Path:
-    """Where the shadow models of this very training are kept: another config has another place."""
+    """Where the shadow models of exactly this training are kept; another config has another folder."""
     about = json.dumps([config.to_dict(), summary["noise_multiplier"], summary["steps"]], sort_keys=True, default=str)
     cache = folder.path / "attack" / hashlib.sha256(about.encode()).hexdigest()[:12]
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)

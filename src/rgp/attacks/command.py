@@ -18,7 +18,9 @@ def attack(
     folder: Annotated[Path, typer.Argument(help="A run's folder.")],
     shadows: Annotated[
         int,
-        typer.Option(help="Shadow models for LiRA and RMIA: an even number from 4. 0: the loss threshold alone."),
+        typer.Option(
+            help="Shadow models for LiRA and RMIA: an even number of at least 4. 0: the loss threshold alone."
+        ),
     ] = 0,
     seed: Annotated[int, typer.Option(help="Repeats the attack: halves, shadow models, thresholds.")] = 0,
     keep: Annotated[
@@ -28,9 +30,9 @@ def attack(
 ) -> None:
     """Attack a run: how well can its training rows be told from rows that it never saw?
 
-    The loss threshold takes whoever has a low loss for a training row. LiRA and RMIA ask whether the loss is low for THIS row,
+    The loss threshold takes every row with a low loss for a training row. LiRA and RMIA ask whether the loss is low for THIS row,
     compared with shadow models that were trained with and without it; each shadow is a training run of its own. An
-    interrupted attack goes on where it was.
+    interrupted attack continues where it stopped.
 
     The results are statistics of private rows, which the guarantee does not cover: they stay in the run's folder
     (attack.json, attack.png, the marked part of report.html) and never get into model/.

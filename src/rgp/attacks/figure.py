@@ -1,4 +1,4 @@
-"""ROC curves on logarithmic axes, where attacks that are sure about a few rows show. Needs matplotlib."""
+"""ROC curves on logarithmic axes, which show attacks that are sure about a few rows. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-PER_ROW = (
-    64  # shadows from which every row gets variances of its own; with fewer, all rows share them (as in the paper)
-)
+PER_ROW = 64  # shadows from which every row has its own variances; with fewer, all rows share them (as in the paper)
 
 
 def lira(target: np.ndarray, shadows: np.ndarray, inside: np.ndarray) -> np.ndarray:
@@ -21,7 +19,9 @@ def lira(target: np.ndarray, shadows: np.ndarray, inside: np.ndarray) -> np.ndar
 def _log_density(target: np.ndarray, shadows: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     count = chosen.sum(0)
     if (count < 2).any():
-        raise ValueError("every row must be in two shadow models' training data or more, and outside of two or more.")
+        raise ValueError(
+            "every row must be in the training data of at least two shadow models, and outside that of at least two."
+        )
     mean = np.where(chosen, shadows, 0.0).sum(0) / count
     squares = np.where(chosen, (shadows - mean) ** 2, 0.0).sum(0)
     if len(shadows) >= PER_ROW:

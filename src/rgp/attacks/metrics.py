@@ -44,7 +44,7 @@ def judge(members: Any, others: Any, *, seed: int = 0) -> dict[str, Any]:
 
 
 def clopper_pearson(right: int, count: int, confidence: float = CONFIDENCE) -> list[float]:
-    """The exact interval of a share: no distribution with a smaller or larger one would give `right` of `count` as rarely.
+    """The exact interval of a share: the shares under which `right` of `count` is not too rare, on either side.
 
     >>> [round(x, 4) for x in clopper_pearson(8, 10)]
     [0.4439, 0.9748]

@@ -1,7 +1,7 @@
 """Shadow models: the target's training, repeated on random halves of all its rows. Each is a run of `rgp train`.
 
 The pool is the target's training rows, then its held-out rows. Shadows come in pairs: one half, then the other, so every row
-is in half of the models. What is kept of a shadow is its confidence on every row; an interrupted attack finds that again.
+is in half of the models. What is kept of a shadow is its confidence on every row, so an interrupted attack can continue.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rgp.files import write_atomically
 from rgp.torchstate import evaluating
 from rgp.train import runner, setup
 from rgp.train.config import Config
@@ -26,12 +27,12 @@ from rgp.train.weights import load_trained
 
 
 def take(dataset: Any, indices: list[int]) -> list[Any]:
-    """Many rows at once, where the data set has a faster way to that."""
+    """Many rows at once, where the data set has a faster way to get them."""
     many = getattr(dataset, "__getitems__", None)
     return many(indices) if callable(many) and indices else [dataset[i] for i in indices]
 
 
-class Rows:
+class PooledRows:
     """Some rows of two data sets, one after the other."""
 
     def __init__(self, train: Any, test: Any, indices: Sequence[int]) -> None:
@@ -78,7 +79,7 @@ def train_shadows(
     inside = np.stack([halves(pool, shadow, seed) for shadow in range(shadows)])
     files = [folder / f"shadow-{seed}-{shadow:03}.npy" for shadow in range(shadows)]
     done = sum(file.exists() for file in files)
-    progress.say(f"{shadows} shadow models" + (f", {done} of them there already" if done else ""))
+    progress.say(f"{shadows} shadow models" + (f", {done} of them done already" if done else ""))
     began, trained = time.monotonic(), 0
     found = []
     for shadow, file in enumerate(files):
@@ -93,9 +94,7 @@ def train_shadows(
             )
             out = folder / file.stem
             values = _train_one(config, data, inside[shadow], out)
-            with open(file.with_suffix(".new"), "wb") as handle:
-                np.save(handle, values)
-            file.with_suffix(".new").replace(file)
+            write_atomically(file, lambda new, values=values: _save(new, values))  # type: ignore[misc]
             if not keep:
                 shutil.rmtree(out)
             trained += 1
@@ -105,9 +104,14 @@ def train_shadows(
         found.append(np.load(file))
         if found[-1].shape != (pool,):
             raise ValueError(
-                f"{file} is of other data: it holds {len(found[-1])} rows, and there are {pool}. Remove it."
+                f"{file} belongs to other data: it holds {len(found[-1])} rows, and there are {pool}. Remove it."
             )
     return np.stack(found), inside
+
+
+def _save(path: Path, values: np.ndarray) -> None:
+    with path.open("wb") as file:  # given a path, np.save would add an ending
+        np.save(file, values)
 
 
 def shadow_config(
@@ -127,13 +131,13 @@ def shadow_config(
 
 
 def _train_one(config: Config, pool: Any, inside: np.ndarray, out: Path) -> np.ndarray:
-    def rows(chosen: np.ndarray) -> Rows:
-        return Rows(pool.train, pool.test, np.flatnonzero(chosen).tolist())
+    def rows(chosen: np.ndarray) -> PooledRows:
+        return PooledRows(pool.train, pool.test, np.flatnonzero(chosen).tolist())
 
     data = replace(pool, train=rows(inside), test=rows(~inside), more_tests={})
     begun = (out / "config.yaml").exists()
     if out.exists() and not begun:
-        shutil.rmtree(out)  # stopped before it began
+        shutil.rmtree(out)  # stopped before the run began
     runner.train(config, out, progress=Silent(), resume=begun, parts=setup.make(config, data))
     _, parts, _ = load_trained(out, data)  # what was published, not what was trained last: they may differ (ema)
     everyone = rows(np.ones_like(inside))

@@ -1,4 +1,4 @@
-"""The paper's membership inference: whoever has a low loss is taken for a member (Yeom et al. 2018).
+"""The paper's membership inference: a row with a low loss is taken for a member (Yeom et al. 2018).
 
 a, b: losses of members and of non-members, as many of one as of the other
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-LEAST = 8  # of each kind: with fewer, a half of them says nothing
+LEAST = 8  # losses of each kind: with fewer, half of them says nothing
 
 
 def attack(member_losses: Any, nonmember_losses: Any, *, seed: int = 0) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """One audit: a config -> a training run with canaries through the real engine -> a lower bound beside the proven epsilon.
 
-The run is one of its own, in a folder of its own with its own ledger. A white-box audit takes no real rows unless asked to:
+The audit's run is separate, in its own folder with its own ledger. A white-box audit takes no real rows unless asked to:
 its canaries bring their own gradients, so it reads nothing private, costs nothing, and its result may be published.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +17,14 @@ from torch import Tensor
 
 from rgp import accounting
 from rgp.audit.bounds import lower_bounds
-from rgp.audit.canaries import Coins, Watcher, WithCanaries, blank, made_input
+from rgp.audit.canaries import CanaryObserver, Coins, WithCanaries, blank, made_input
+from rgp.cards import EpsilonSoFar
 from rgp.noise import NoiseSource
+from rgp.rounding import finite
 from rgp.run import Run
 from rgp.train import runner, setup
 from rgp.train.config import Config
 from rgp.train.folder import RunFolder
-from rgp.train.meters import EpsilonSoFar
 from rgp.train.progress import Progress
 from rgp.train.setup import Parts
 
@@ -35,12 +35,14 @@ BOUND = "f-dp"  # the one that counts; chosen here and not by its result
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSettings:
-    """canaries: M, each included with probability 1/2
+    """How to audit.
+
+    canaries: M, each included with probability 1/2
     kind: white-box (gradient vectors, every release is seen) or black-box (inputs, only losses are seen)
     steps: of the audit's run; None: as many as the config says
     rows: real training rows to train on besides; None: none for white-box, all for black-box
     sampling_rate: q; None: the config's
-    confidence: that the lower bound is one
+    confidence: with which the lower bound holds
     guesses: number of canaries guessed about; None: the best of several, at a level corrected for the choice
     canary_norm: of a white-box canary, in multiples of C; above 1 it has to be clipped, so clipping is audited too
     seed: of coins and canaries
@@ -126,12 +128,12 @@ def audit(config: Config, settings: AuditSettings, out: Path, *, progress: Progr
     session = runner.Session(config, parts, folder, progress, began=began)
     with session.begin() as run:
         norm = settings.canary_norm if settings.kind == "white-box" else None
-        watcher = Watcher(run, coins, len(real), norm=norm, rng=rng)
+        observer = CanaryObserver(run, coins, len(real), norm=norm, rng=rng)
         if settings.weaken_noise != 1:
             run.releases.source = WeakerNoise(run.releases.source, settings.weaken_noise)
         before = losses() if inputs else 0.0
         _train(run, parts, progress)
-        scores = before - losses() if inputs else watcher.scores
+        scores = before - losses() if inputs else observer.scores
         result = _result(config, settings, run, coins, scores, private_rows=len(real))
     result |= {"folder": str(out), "seconds": time.monotonic() - began}
     folder.write_json(out / "audit.json", result)
@@ -196,7 +198,7 @@ def _result(
     best = bounds[BOUND]
     return {
         "epsilon_lower": best.epsilon,
-        "epsilon_proven": proven if math.isfinite(proven) else None,
+        "epsilon_proven": finite(proven),
         "delta": delta,
         "broken": best.epsilon > proven,
         "confidence": settings.confidence,

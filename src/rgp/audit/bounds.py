@@ -1,6 +1,6 @@
 """Right guesses about canaries -> a lower bound on epsilon.
 
-M canaries, each in the training data with probability 1/2 on its own. After ONE run an auditor guesses about K of them,
+M canaries are each in the training data with probability 1/2, independently. After ONE run an auditor guesses about K of them,
 "in" for the highest scores and "out" for the lowest, and abstains from the rest. Private training limits how many guesses
 can be right, so many right ones refute a claim. Two limits, both of which hold for every score and need no independence:
 
@@ -56,7 +56,7 @@ class Guessed:
     def __post_init__(self) -> None:
         if not 0 <= self.correct <= self.guesses <= self.canaries:
             raise ValueError(
-                f"correct={self.correct}, guesses={self.guesses}, canaries={self.canaries}: must not fall in this order."
+                f"correct={self.correct}, guesses={self.guesses}, canaries={self.canaries}: each must be at most the next."
             )
 
 
@@ -70,7 +70,7 @@ class Lower:
 
 
 def guess(scores: Sequence[float] | np.ndarray, included: Sequence[bool] | np.ndarray, guesses: int) -> Guessed:
-    """The highest half of `guesses` is taken for included, the lowest for left out. Ties are broken by position.
+    """Guess that the highest scores, half of `guesses`, were included and the lowest left out. Ties go by position.
 
     >>> guess([3.0, 0.1, 2.0, 0.2], [True, False, True, False], 4).correct
     4
@@ -217,7 +217,7 @@ def trade_off(claim: tuple[Event, ...], scale: float, delta: float) -> Inverse:
 
 
 def mu(claim: Iterable[Event]) -> float:
-    """Of the Gaussian mechanism that releases without sampling make up."""
+    """mu of the one Gaussian mechanism that these releases, all without sampling, amount to."""
     return math.sqrt(sum(event.count / event.noise_multiplier**2 for event in claim))
 
 

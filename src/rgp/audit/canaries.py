@@ -1,4 +1,4 @@
-"""Canaries: what is put into the training data by the toss of a coin, and how they are recognised afterwards.
+"""Canaries: what is put into the training data by the toss of a coin, and how it is recognised afterwards.
 
 All M canaries are rows of the audit's data set, after the real ones, so N, the sampling rate and the divisor do not tell
 how the coins fell. A canary that was left out contributes exactly zero, which is what a row that is not there contributes.
@@ -38,7 +38,7 @@ class Coins:
 
 
 class WithCanaries:
-    """A data set of the rows `real`, then one item per canary."""
+    """The rows `real`, then one row per canary."""
 
     def __init__(self, real: Sequence[Any], canaries: Sequence[Any]) -> None:
         self.real, self.canaries = real, canaries
@@ -56,7 +56,7 @@ class WithCanaries:
 
 
 def blank(item: Any, length: int) -> Any:
-    """An input of the kind of `item` that says nothing: zeros. Texts get `length` tokens, whatever the item's own length."""
+    """An input like `item` that says nothing: zeros. Texts get `length` tokens, whatever the item's own length."""
     if isinstance(item, Mapping):
         made = {}
         for name, value in item.items():
@@ -69,7 +69,7 @@ def blank(item: Any, length: int) -> Any:
 
 
 def made_input(empty: Any, classes: int, rng: np.random.Generator, vocabulary: int | None) -> Any:
-    """An input of the shape of a blank one that nobody has: noise, or random tokens, with a random label."""
+    """An input that nobody has, shaped like a blank one: noise, or random tokens, with a random label."""
     label = int(rng.integers(classes))
     if isinstance(empty, Mapping):
         ids, old = empty["input_ids"], empty["labels"]
@@ -85,8 +85,8 @@ def _like(old: Any, value: int) -> Any:
     return torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
 
 
-class Watcher(Observer):
-    """Sits in the engine's two seams: leaves out what the coins left out, and keeps the scores of vector canaries."""
+class CanaryObserver(Observer):
+    """Before clipping, leaves out the canaries that the coins left out; after the noise, keeps the scores of vectors."""
 
     def __init__(self, run: Run, coins: Coins, first: int, *, norm: float | None, rng: np.random.Generator) -> None:
         """first: the index of the first canary among the rows. norm: of the vectors, in multiples of C; None: no vectors."""

@@ -50,7 +50,7 @@ def audit(
         int | None,
         typer.Option(help="Real training rows to train on besides. Default: none for white-box, all for black-box."),
     ] = None,
-    confidence: Annotated[float, typer.Option(help="With which the lower bound is one.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="With which the lower bound holds.")] = 0.95,
     guesses: Annotated[
         int | None,
         typer.Option(help="Guess about so many canaries. Default: the best of four numbers, corrected for the choice."),
@@ -159,7 +159,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     if not result["broken"]:
         console.print(
-            "The audit does not contradict the promise. That is no proof of it: the ledger and the theorem are."
+            "The audit does not contradict the promise. That does not prove it: the ledger and the theorem do."
         )
     if result["private_rows"]:
         console.print(

@@ -48,7 +48,7 @@ class Contender:
         return None
 
     def close(self) -> None:
-        """Leave nothing behind that another contender in this process would notice."""
+        """Undo whatever another contender in this process would notice."""
 
     optimizer: torch.optim.Optimizer
 

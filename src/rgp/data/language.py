@@ -1,7 +1,7 @@
-"""Text without labels, for language models: what one example is, and with it the privacy unit, is the user's choice.
+"""Text without labels, for language models: what one row is, and with it what is protected, is the user's choice.
 
 unit       a .txt file                      a table (.csv, .tsv, .jsonl, .parquet)     a folder without train.*
-document   what stands between blank lines  a row                                      a .txt file
+document   the text between blank lines     a row                                      a .txt file
 line       a line
 block      all of the text, documents joined by the end-of-text token, cut into pieces of `block` tokens
 
@@ -25,7 +25,6 @@ from rgp.data.spec import Data, DataError, DataSpec
 from rgp.data.splits import hold_out
 from rgp.data.text import Pad, check_texts, find_tokenizer, pad_token, tokenizer_name
 
-UNITS = ("document", "line", "block")
 TESTS = ("test", "validation", "valid", "dev")
 _CHUNK = 1024
 
@@ -58,7 +57,7 @@ def load_language(spec: DataSpec) -> Data:
         train, test = hold_out(len(parts[0]), spec.held_out, spec.seed, str(path))
         parts = [[parts[0][i] for i in rows] for rows in (train, test)]
     sets = [TokenSequences(rows) for rows in parts]
-    unit = unit_words(spec)
+    row = row_words(spec)
     token = pad_token(tokenizer)
     return Data(
         train=sets[0],
@@ -68,7 +67,7 @@ def load_language(spec: DataSpec) -> Data:
         shape=(spec.block if spec.unit == "block" else spec.max_length,),
         collate_fn=Pad(token),
         description=f"{path}: {len(sets[0]):,} training and {len(sets[1]):,} "
-        f"{'published test' if published else 'held-out'} examples, each {unit}",
+        f"{'published test' if published else 'held-out'} examples, each {row}",
         published_test=published,
         public_constants={
             "tokenizer": tokenizer_name(tokenizer),
@@ -76,14 +75,14 @@ def load_language(spec: DataSpec) -> Data:
             **({"block": spec.block} if spec.unit == "block" else {"max_length": spec.max_length}),
             "pad_token_id": token,
         },
-        unit=unit,
+        row=row,
     )
 
 
-def unit_words(spec: DataSpec) -> str:
-    """What the guarantee protects, in words."""
+def row_words(spec: DataSpec) -> str:
+    """What one row is, in words."""
     if spec.unit == "block":
-        return f"one block of {spec.block} tokens (a text that spans several blocks is not protected as a whole)"
+        return f"one block of {spec.block} tokens; a text that spans several blocks is not protected as a whole"
     return f"one {spec.unit} of the training text"
 
 

@@ -1,4 +1,4 @@
-"""A name or a path -> data, by whoever can read it."""
+"""A name or a path -> data, through the reader for its kind."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _get(name: str, spec: DataSpec) -> str:
 
 
 def supply(name: str) -> str:
-    """How to bring a built-in set of texts by hand."""
+    """How to supply a built-in set of texts by hand."""
     entry = TEXTS[name]
     columns = ", ".join((*entry.text[0], entry.label[0]))
     return f"{name}/train.tsv and {name}/{entry.test[0]}.tsv with the columns {columns} (also .csv, .jsonl, .parquet)"

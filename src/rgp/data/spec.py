@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 
 class DataError(ValueError):
-    """A data set that cannot be had or read. Names the file, the column, and what is there instead."""
+    """A data set that cannot be found or read. Names the file, the column, and what is there instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class DataSpec:
     max_length: tokens of a text that are kept
     unit: for language models: what one example is, "document", "line" or "block" (see data/language.py); None for classifiers
     block: tokens of a block
-    image_size: for image folders and the hub: height and width to which images are brought; by default all must agree
+    image_size: for image folders and the hub: height and width that images are resized to; by default all must have the same
     """
 
     name: str
@@ -84,7 +84,7 @@ class Data:
     published_test: False if the test rows were held out of the training data by us
     public_constants: every number that preprocessing used; none was computed from the data
     label_names: what the classes 0, 1, ... are called
-    unit: what one example is, and with it what the guarantee protects
+    row: what one row is, where that needs words
     more_tests: further test sets by name, such as MNLI's "mismatched"
     """
 
@@ -98,7 +98,7 @@ class Data:
     published_test: bool
     public_constants: dict[str, Any]
     label_names: tuple[str, ...] = field(default=())
-    unit: str = "one row of the training data"
+    row: str = ""
     more_tests: dict[str, Any] = field(default_factory=dict)
 
 
@@ -113,12 +113,6 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))) / "rgp"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rgp"
-
-
-def bare_name(name: str) -> str:
-    """Of a file or folder its name alone: where it lay on this machine is nobody's business. Names of the hub stay."""
-    path = Path(name).expanduser()
-    return path.resolve().name if path.is_absolute() or path.exists() or name.startswith(".") else name
 
 
 def listing(names: Any, most: int = 12) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rgp.data.spec import Data, DataError, DataSpec, bare_name
+from rgp.data.spec import Data, DataError, DataSpec
+from rgp.files import bare_name
 
 _CHUNK = 4096
 IGNORED = -100  # a label that Hugging Face's losses leave out

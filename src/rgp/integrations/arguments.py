@@ -1,4 +1,4 @@
-"""`PrivacyArguments`: what private training asks besides `TrainingArguments`, and which of the latter do not go with it."""
+"""`PrivacyArguments`: what private training needs besides `TrainingArguments`, and which of the latter it refuses."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import rgp
+from rgp import naming
+from rgp.composition import ACCOUNTANTS
 from rgp.methods import NORMS, SIDES, SOURCES, Method
 
-METHODS: dict[str, type[Method]] = {
-    "rgp": rgp.RGP,
-    "rgp-random": rgp.RGPRandom,
-    "dpsgd": rgp.DPSGD,
-    "linear": rgp.LinearProbe,
-    "bitfit": rgp.BiTFiT,
-}
+METHODS = {name: naming.METHODS[name] for name in ("rgp", "rgp-random", "dpsgd", "linear", "bitfit")}
 CARRIED = ("rank", "sides", "source", "norm")
+ROW = "one row of the dataset"  # what the sampler draws
 
 
 @dataclass
@@ -39,7 +35,7 @@ class PrivacyArguments:
         default=None, metadata={"help": "The noise itself, in multiples of clip, in place of epsilon. 0: no privacy."}
     )
     accountant: str = field(
-        default="pld", metadata={"help": "With epsilon: pld (tight) or rdp.", "choices": ["pld", "rdp"]}
+        default="pld", metadata={"help": "With epsilon: pld (tight) or rdp.", "choices": list(ACCOUNTANTS)}
     )
     clip: float = field(default=1.0, metadata={"help": "Largest gradient norm of one example."})
     auto_clip: bool = field(
@@ -84,13 +80,18 @@ class PrivacyArguments:
     )
     noise_seed: int | None = field(
         default=None,
-        metadata={"help": "Repeats a run exactly. Who knows it can undo the protection: leave it out for real data."},
+        metadata={
+            "help": "Repeats a run exactly. Whoever knows it can undo the protection: leave it out for real data."
+        },
     )
     secure_noise: bool = field(
         default=False, metadata={"help": "Noise from a cryptographic generator; needs rgp[secure]."}
     )
     unit: str = field(
-        default="one row of the training data", metadata={"help": "What one example is, for the privacy card."}
+        default=ROW,
+        metadata={
+            "help": "What the guarantee protects. Rows are drawn, so it is one row of the dataset and nothing else."
+        },
     )
     log_loss: bool = field(
         default=True,
@@ -110,19 +111,24 @@ class PrivacyArguments:
             )
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
+        if self.unit not in (ROW, "one row of the training data"):  # the default of earlier versions
+            raise ValueError(
+                f"unit={self.unit!r}: the guarantee is for {ROW}, because rows are what is drawn, and the card says "
+                "nothing else. Leave unit out, and make a row of the dataset of whatever you want to protect"
+            )
         self.make_method()
 
     def make_method(self) -> Method:
         given = {name: getattr(self, name) for name in CARRIED if getattr(self, name) is not None}
         if given and not METHODS[self.method].carries:
             raise ValueError(f"{', '.join(given)}: method {self.method!r} has no carriers; leave it out, or use rgp")
-        return METHODS[self.method](head_scale=self.head_scale, overrides=self.treatments, **given)
+        kind: Any = METHODS[self.method]
+        return kind(head_scale=self.head_scale, overrides=self.treatments, **given)
 
     def record(self) -> dict[str, Any]:
-        """What a run is made with, and cannot change when it is gone on with."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "log_loss"} | {
-            "overrides": dict(self.treatments)
-        }
+        """What a run is made with, and must be the same when it is resumed."""
+        recorded = (f.name for f in fields(self) if f.name not in ("log_loss", "unit"))
+        return {name: getattr(self, name) for name in recorded} | {"overrides": dict(self.treatments)}
 
     @property
     def private(self) -> bool:
@@ -130,7 +136,7 @@ class PrivacyArguments:
 
 
 def logical_batch(args: Any, privacy: PrivacyArguments) -> int:
-    """gradient_accumulation_steps is taken over: it sets the logical batch where batch_size does not."""
+    """The expected size of a logical batch: batch_size, or what gradient_accumulation_steps makes it."""
     if privacy.batch_size is None:
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if args.gradient_accumulation_steps != 1:
@@ -142,7 +148,7 @@ def logical_batch(args: Any, privacy: PrivacyArguments) -> int:
 
 
 def refuse(args: Any) -> None:
-    """ValueError for what private training cannot allow, by the argument's name."""
+    """Raise ValueError for arguments that private training cannot allow."""
     half = "the model's own precision is used; load it with dtype=torch.float32, or in bfloat16 as a whole"
     refused: list[tuple[str, Any, str]] = [
         ("fp16", args.fp16, f"a loss scaler skips steps that were released; {half}"),
@@ -179,11 +185,11 @@ def refuse(args: Any) -> None:
     for name, value, why in refused:
         if value:
             shown = "" if isinstance(value, bool) else f"={value!r}"
-            raise ValueError(f"{name}{shown} does not go with private training: {why}")
+            raise ValueError(f"{name}{shown} cannot be used in private training: {why}")
 
 
 def taken_over(args: Any, privacy: PrivacyArguments, batch_size: int, rate: float) -> list[str]:
-    """What is done in place of arguments that ordinary training would follow, for the log."""
+    """What is done in place of what ordinary training would do with these arguments, for the log."""
     said = [
         f"sampling: Poisson, each example on its own with probability {rate:.4g}, in place of the Trainer's own sampler",
         f"batch: {batch_size} examples are expected per step, per_device_train_batch_size="

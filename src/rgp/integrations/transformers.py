@@ -2,7 +2,7 @@
 
 train       our loop: Poisson batches, per-example clipping, noise, any optimizer; callbacks, logging, evaluation and
             checkpoints happen where the Trainer's own loop has them
-output_dir  checkpoint-N/ as always, and _privacy/: the ledger, and the state that resume_from_checkpoint goes on from
+output_dir  checkpoint-N/ as always, and _privacy/: the ledger, and the state that resume_from_checkpoint resumes from
 save_model  the model, with README.md and the privacy card
 
     >>> from transformers import TrainingArguments
@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint, speed_metrics
@@ -34,22 +32,21 @@ from transformers.utils import logging
 
 import rgp
 from rgp import accounting
-from rgp.errors import UnsupportedError
+from rgp.cards import EpsilonSoFar, card_text, make_card
+from rgp.files import write_text
 from rgp.integrations.arguments import PrivacyArguments, logical_batch, refuse, strategy, taken_over
+from rgp.integrations.losses import ExampleLosses
 from rgp.run import Run
 from rgp.sampling import check_dataset
-from rgp.torchstate import evaluating, forked_rng
-from rgp.train.meters import EpsilonSoFar
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
-RECORD = "arguments.json"  # in it: the PrivacyArguments
+RECORD = "arguments.json"  # the PrivacyArguments of the run
 FOLDER = "_privacy"  # in output_dir; files whose names begin so are not uploaded by the Trainer
-IGNORED = -100
 logger = logging.get_logger(__name__)
 
 
-class PrivateTrainer(Trainer):
+class PrivateTrainer(ExampleLosses):
     """`transformers.Trainer` with one more argument, `privacy`; and `public_loss`, for PrivacyArguments(source="public").
 
     The loss of an example is its own: with token labels, the mean over the example's tokens. A compute_loss of yours must
@@ -71,7 +68,6 @@ class PrivateTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.privacy, self.public_loss = privacy, public_loss
         self.run: Run | None = None  # of the last train()
-        self._checking = False  # whether losses are tried before a run
         self._curve: Any = None
         for name in ("training_step", "get_train_dataloader", "_get_train_sampler"):
             if getattr(type(self), name) is not getattr(Trainer, name):
@@ -105,8 +101,8 @@ class PrivateTrainer(Trainer):
             raise ValueError("train() needs train_dataset")
         if self.run is not None:
             raise ValueError(
-                "this trainer has trained already: a second run on the same data would add to epsilon, and the card of the "
-                "model would not know. Go on with resume_from_checkpoint, or make a new trainer and account for both runs."
+                "this trainer has trained already: a second run on the same data would add to epsilon, and the model's card "
+                "would not say so. Use resume_from_checkpoint, or make a new trainer and account for both runs."
             )
         self._measure()  # train_dataset may have been set since
         steps = self._steps()
@@ -184,7 +180,7 @@ class PrivateTrainer(Trainer):
         self._catch_up(run, trial, ignore_keys)
 
     def _catch_up(self, run: Run, trial: Any, ignore_keys: list[str] | None) -> None:
-        """The Trainer's count of steps follows the run's."""
+        """Bring the Trainer's count of steps up to the run's."""
         while self.state.global_step < run.step_index:
             self.state.global_step += 1
             self.state.epoch = self._epochs(self.state.global_step)
@@ -255,14 +251,14 @@ class PrivateTrainer(Trainer):
         }
         method, folder = privacy.make_method(), Path(args.output_dir) / FOLDER
         if privacy.private:
-            self._check_losses(dataset, collate)
+            self.check_losses(dataset, collate)
         if resume is not None:
             self._check_record(folder)
             last = get_last_checkpoint(args.output_dir)
             if last is None or Path(last).resolve() != Path(resume).resolve():
                 raise ValueError(
-                    f"resume_from_checkpoint={resume!r}: only the last checkpoint of output_dir can be gone on from "
-                    f"({last!r}). Steps after an earlier one were released, and would be charged again."
+                    f"resume_from_checkpoint={resume!r}: only the last checkpoint of output_dir, "
+                    f"{last!r}, can be resumed. Steps after an earlier one were released, and would be charged again."
                 )
             run = rgp.resume(
                 folder, self.model, self.optimizer, dataset, method=method, batch_size=self._batch_size, **loading
@@ -274,7 +270,7 @@ class PrivateTrainer(Trainer):
             return run
         if (folder / "ledger.jsonl").exists():
             raise ValueError(
-                f"output_dir={args.output_dir!r} holds a private run. Go on with it: train(resume_from_checkpoint=True); or "
+                f"output_dir={args.output_dir!r} holds a private run. Resume it: train(resume_from_checkpoint=True); or "
                 "choose another output_dir. What was released there counts against the same data."
             )
         budget = None
@@ -299,11 +295,11 @@ class PrivateTrainer(Trainer):
             **loading,
         )
         if run.ranks.first:
-            (folder / RECORD).write_text(json.dumps(privacy.record(), indent=2) + "\n", encoding="utf-8")
+            write_text(folder / RECORD, json.dumps(privacy.record(), indent=2) + "\n")
         return run
 
     def _check_record(self, folder: Path) -> None:
-        """A run that is gone on with keeps its privacy arguments: they are on its card."""
+        """Refuse other privacy arguments for a run that is resumed: they are on its card."""
         if not (folder / RECORD).exists():  # another machine's
             return
         recorded = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -311,35 +307,8 @@ class PrivateTrainer(Trainer):
             if name in recorded and recorded[name] != value:
                 raise ValueError(
                     f"PrivacyArguments.{name} is {value!r}, and the run in {str(folder.parent)!r} was made with "
-                    f"{recorded[name]!r}: go on with what it was made with, or start another run"
+                    f"{recorded[name]!r}: resume it with what it was made with, or start another run"
                 )
-
-    def _check_losses(self, dataset: Any, collate: Any) -> None:
-        """Before anything is released: what is trained is the model's own loss."""
-        self._checking = True
-        try:
-            self._check_own_loss(collate([dataset[0]]))
-        finally:
-            self._checking = False
-
-    def _check_own_loss(self, batch: Any) -> None:
-        """What is trained in place of the model's mean over all tokens is the same for one example."""
-        inputs = self._prepare_inputs(batch)
-        if type(self).compute_loss is not PrivateTrainer.compute_loss or not self._takes_over(inputs):
-            return
-        if self.args.label_smoothing_factor:
-            return
-        with torch.no_grad(), forked_rng(0), evaluating(self.model):
-            ours, outputs = self.compute_loss(self.model, dict(inputs)), self.model(**inputs)
-        theirs = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
-        if not isinstance(theirs, Tensor) or theirs.numel() != 1 or not bool(theirs.isfinite()):
-            return
-        if not bool((ours - theirs).abs() <= 1e-2 * (1 + theirs.abs())):
-            raise UnsupportedError(
-                f"the loss of {type(self.model).__name__} is not the mean cross-entropy of an example's labels, which would be "
-                f"trained: for one example it is {float(theirs):.4g}, not {float(ours):.4g} (a shift of the labels, an auxiliary "
-                "loss, CTC). Override compute_loss: return a loss for each example, or their mean."
-            )
 
     def _data(self) -> tuple[Any, Any]:
         """The dataset and the collator, as the Trainer's own data loader has them."""
@@ -384,54 +353,6 @@ class PrivateTrainer(Trainer):
     def _after_optimizer(self, *_: Any) -> None:
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
 
-    # ------------------------------------------------------------------ losses
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """In training, the mean over examples of each example's own loss; in evaluation, the Trainer's own."""
-        labels: Any = inputs.get("labels")
-        if (
-            not (model.training or self._checking)
-            or self.compute_loss_func is not None
-            or not isinstance(labels, Tensor)
-        ):
-            return super().compute_loss(model, inputs, return_outputs=return_outputs)
-        if not self._takes_over(inputs):
-            if not labels.is_floating_point() and bool((labels == IGNORED).any()):
-                raise ValueError(
-                    "a label is -100, to be ignored: drop such examples, for a mean without them mixes examples"
-                )
-            if self.label_smoother is not None and not labels.is_floating_point():
-                return self._smoothed_loss(model, inputs, labels, return_outputs)
-            return super().compute_loss(model, inputs, return_outputs=return_outputs)
-        causal = self._is_causal(model)
-        # the model's own loss is a mean over all tokens of the batch; encoder-decoders need labels to make their inputs
-        outputs = model(**({k: v for k, v in inputs.items() if k != "labels"} if causal else inputs))
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0 if causal else 1]
-        loss = token_losses(logits, labels, shift=causal, smoothing=self.args.label_smoothing_factor).mean()
-        return (loss, outputs) if return_outputs else loss
-
-    def _smoothed_loss(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, return_outputs: bool) -> Any:
-        """What the Trainer computes for one label per example, without its count of labels over the batch."""
-        outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.args.label_smoothing_factor)
-        return (loss, outputs) if return_outputs else loss
-
-    def _takes_over(self, inputs: dict[str, Any]) -> bool:
-        """Whether examples have several labels each, of which the model would take one mean."""
-        labels = inputs.get("labels")
-        return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1
-
-    def _is_causal(self, model: nn.Module) -> bool:
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        names = {kind.__name__ for kind in type(base).__mro__}  # a class of the user's is what it is made from
-        if names.intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-            return True
-        shifts = getattr(base, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration")
-        return shifts and not getattr(base.config, "is_encoder_decoder", False)
-
     # ------------------------------------------------------------------ epsilon, logs, files
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -441,7 +362,7 @@ class PrivateTrainer(Trainer):
         return self.run.epsilon(delta)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With epsilon, an upper bound on what was spent."""
+        """Log these values, and with them epsilon, an upper bound on what was spent."""
         if self.run is not None and self._curve is not None:
             logs = {**logs, "epsilon": self._curve.after(self.run)}
         super().log(logs, *args, **kwargs)
@@ -458,8 +379,6 @@ class PrivateTrainer(Trainer):
         self._write_cards(Path(self.args.output_dir), {**dict(zip(names, args, strict=False)), **kwargs})
 
     def _write_cards(self, folder: Path, about: dict[str, Any]) -> None:
-        from rgp.train.card import card_text
-
         tags = about.get("tags") or []
         about["tags"] = [*([tags] if isinstance(tags, str) else tags), "differential-privacy", "rgp"]
         summary = TrainingSummary.from_trainer(self, **about)
@@ -469,21 +388,18 @@ class PrivateTrainer(Trainer):
         if self.run is not None:
             card = self.privacy_card()
             text += "\n\n" + card_text(card).replace("# Privacy card", "## Privacy", 1)
-            (folder / "privacy_card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-            (folder / "privacy_card.md").write_text(card_text(card), encoding="utf-8")
-        (folder / "README.md").write_text(text, encoding="utf-8")
+            write_text(folder / "privacy_card.json", json.dumps(card, indent=2) + "\n")
+            write_text(folder / "privacy_card.md", card_text(card))
+        write_text(folder / "README.md", text)
 
     def privacy_card(self) -> dict[str, Any]:
         """What was proven about the trained model. Nothing in it comes from private data without noise."""
-        from rgp.train.card import card_of
-
         if self.run is None:
             raise ValueError("nothing was trained yet")
         name = getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__
-        return card_of(
+        return make_card(
             self.run,
             method=self.privacy.method,
-            unit=self.privacy.unit,
             dataset=type(self.train_dataset).__name__,
             model=name,
             secure_noise=self.privacy.secure_noise,
@@ -500,13 +416,3 @@ class PrivateTrainer(Trainer):
     def _save_scaler(self, output_dir: str) -> None: ...
     def _save_rng_state(self, output_dir: str) -> None: ...
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None: ...
-
-
-def token_losses(logits: Tensor, labels: Tensor, *, shift: bool, smoothing: float = 0.0) -> Tensor:
-    """(m,): the mean loss of every example over its own labelled tokens."""
-    if shift:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = F.cross_entropy(
-        logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
-    )
-    return losses.flatten(1).sum(1) / (labels != IGNORED).flatten(1).sum(1).clamp_min(1)

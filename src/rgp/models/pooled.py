@@ -1,9 +1,9 @@
 """A text encoder with a plain linear head on its pooled tokens: what MiniLM and other sentence encoders need.
 
 pooling   "mean" over the tokens that are not padding, or "cls", the first token
-centre    a fixed vector that is taken off: the mean over public sentences (public_text.py, or a file), or zero. Features of one
+centre    a fixed vector that is subtracted: the mean over public sentences (public_text.py, or a file), or zero. Features of one
           encoder share a large common part; a head then spends its gradient on that part, and clipping cuts the rest
-head      "linear", or "layernorm": features are brought to mean 0 and variance 1 first, without parameters, so that the
+head      "linear", or "layernorm": features are first normalised to mean 0 and variance 1, without parameters, so that the
           head does not depend on their scale, nor on how the scale moves while the encoder is trained
 """
 
@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rgp.files import write_json
 from rgp.torchstate import evaluating
+from rgp.validate import check_one_of
 
 POOLINGS, HEADS = ("cls", "mean"), ("linear", "layernorm")
 ABOUT = "pooled.json"
@@ -36,9 +38,8 @@ class PooledClassifier(nn.Module):
 
     def __init__(self, encoder: nn.Module, classes: int, *, pooling: str = "mean", head: str = "linear") -> None:
         super().__init__()
-        for name, value, allowed in (("pooling", pooling, POOLINGS), ("head", head, HEADS)):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+        check_one_of("pooling", pooling, POOLINGS)
+        check_one_of("head", head, HEADS)
         self.config = encoder.config
         width = getattr(self.config, "hidden_size", None) or self.config.dim  # DistilBERT's name for it
         self.pooling, self.head, self.classes = pooling, head, classes
@@ -110,7 +111,7 @@ class PooledClassifier(nn.Module):
         save_model(self, str(folder / "model.safetensors"), metadata={"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
         about = {"pooling": self.pooling, "head": self.head, "classes": self.classes}
-        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / ABOUT, about)
 
     @classmethod
     def from_pretrained(cls, folder: Any) -> PooledClassifier:
@@ -126,7 +127,7 @@ class PooledClassifier(nn.Module):
 
 
 def public_sentences(name: str) -> list[str]:
-    """Those that come with rgp, "public" or "films"; or the lines of a file."""
+    """The sentences that come with rgp, "public" or "films"; or the lines of a file."""
     from rgp.models.public_text import TEXTS
 
     if name in TEXTS:
@@ -145,7 +146,7 @@ def public_batches(
     max_length: int,
     device: torch.device,
 ) -> list[dict[str, Tensor]]:
-    """In micro-batches of 32."""
+    """Public sentences in micro-batches of 32."""
     rows = public_rows(sentences, tokenizer, max_length=max_length)
     return [{k: v.to(device) for k, v in collate(rows[at : at + 32]).items()} for at in range(0, len(rows), 32)]
 

@@ -4,10 +4,13 @@ models    a model's name -> its shapes on the meta device, and batches of the ri
 lora      the same model with LoRA factors, for DP-LoRA
 tally     live bytes and flops of every operation on meta tensors
 step      one logical step of the real engine (or of plain training) under the tally
+devices   attention, dropout and autocast as a GPU or a CPU would run them
+question  what is asked
 estimate  steps -> memory, flops, traffic, noise: method beside method
 show      the tables; command the command
 """
 
-from rgp.planning.estimate import METHODS, Question, plan
+from rgp.planning.estimate import plan
+from rgp.planning.question import METHODS, Question
 
 __all__ = ["METHODS", "Question", "plan"]

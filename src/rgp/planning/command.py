@@ -58,10 +58,10 @@ def plan(
       rgp plan --model bert-base --rank 8 --batch 1024 --microbatch 32 --memory 24GB
       rgp plan --model llama-8b --dtype bfloat16 --world-size 8 --sharded --checkpointing --memory 80GB
     """
-    from rgp.planning import estimate, show
+    from rgp.planning import estimate, question, show
 
-    rivals = estimate.METHODS if against is None else tuple(n for n in against.split(",") if n and n != "none")
-    question = estimate.Question(
+    rivals = question.METHODS if against is None else tuple(n for n in against.split(",") if n and n != "none")
+    asked = question.Question(
         model=model,
         method=method,
         against=rivals,
@@ -77,7 +77,7 @@ def plan(
         delta=delta,
         world_size=world_size,
         sharded=sharded,
-        memory=None if memory is None else estimate.bytes_from(memory),
+        memory=None if memory is None else question.bytes_from(memory),
         dtype=dtype,
         optimizer=optimizer,
         device=device,
@@ -85,7 +85,7 @@ def plan(
         labels=labels,
         checkpointing=checkpointing,
     )
-    found = estimate.plan(question)
+    found = estimate.plan(asked)
     if as_json:
         typer.echo(json.dumps(found, allow_nan=False))
     else:

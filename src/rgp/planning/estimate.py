@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
 from rgp import accounting, methods
 from rgp.plan import Entry, Plan, make_plan
 from rgp.planning import models
 from rgp.planning.lora import add_lora
+from rgp.planning.question import DTYPES, METHODS, Question
 from rgp.planning.step import (
-    DEVICES,
     EVERY_MICROBATCH,
-    OPTIMIZERS,
     Cost,
     extrapolate,
     plain_step,
@@ -26,96 +22,9 @@ from rgp.planning.step import (
     stack_of_layers,
 )
 
-METHODS = ("rgp", "dpsgd", "dpsgd-ghost", "dp-lora", "plain")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-RESERVE = 0.1  # of a device's memory, for what no plan sees: its context, workspaces of libraries, fragmentation
+RESERVE = 0.1  # share of a device's memory for what no plan sees: its context, workspaces of libraries, fragmentation
 DEPTHS = (4, 5)  # layers that stand for a deeper stack: first, second, inner and last, then one more
-DEEP = 12  # stacks of more layers are not gone through one by one
-_UNITS = {"": 1, "B": 1, **{f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}}
-_UNITS |= {f"{u}IB": 1024**i for i, u in enumerate("KMGT", 1)}
-
-
-def bytes_from(text: str) -> int:
-    """Bytes of "24GB" (10^9), "24GiB" (2^30) or a plain number."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or match[1].count(".") > 1 or not float(match[1]) > 0:
-        raise ValueError(f"memory={text!r} is not a size: write 24GB or 24GiB")
-    return int(float(match[1]) * unit)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked. The defaults fine-tune BERT-base on SST-2's size.
-
-    >>> plan(Question(model="bert-base", rank=8, against=()))["noise_dimensions"]
-    1458370
-    """
-
-    model: str = "bert-base"
-    """bert-base, minilm, wrn28-4, llama-1b, llama-8b, llama-70b, a folder, a hub id, or module:function."""
-    method: str = "rgp"
-    """Whose layers, noise and trained parameters stand at the top: one of METHODS."""
-    against: tuple[str, ...] = METHODS
-    """Methods beside it."""
-    rank: int = 8
-    """Of the carriers, and of DP-LoRA's factors."""
-    sides: str = "both"
-    source: str = "history"
-    """Where carriers come from; history keeps a second copy of the carried weights."""
-    batch: int = 1024
-    """Expected examples of a logical batch, over all ranks."""
-    microbatch: int = 32
-    """Examples that go through the model at once, on each rank."""
-    seq: int = 128
-    dataset_size: int = 67349
-    epochs: float = 3
-    epsilon: float = 8.0
-    delta: float | None = None
-    world_size: int = 1
-    """Ranks that share a batch."""
-    sharded: bool = False
-    """Weights, optimizer state and full-size gradients spread over the ranks, and gathered a layer at a time."""
-    memory: int | None = None
-    """Bytes of one device."""
-    dtype: str = "float32"
-    """Of the weights; the sum that is released is float32 in any case."""
-    optimizer: str = "adamw"
-    device: str = "gpu"
-    """gpu or cpu: which form attention, dropout and the optimizer take."""
-    task: str = "classification"
-    labels: int = 2
-    checkpointing: bool = False
-    """Layers keep their input only and run again in the backward pass."""
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("method", METHODS),
-            ("dtype", tuple(DTYPES)),
-            ("optimizer", tuple(OPTIMIZERS)),
-            ("device", DEVICES),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
-        for name in self.against:
-            if name not in METHODS:
-                raise ValueError(f"against={name!r} must be among {', '.join(METHODS)}")
-        for name in ("rank", "batch", "microbatch", "seq", "dataset_size", "world_size", "labels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.batch > self.dataset_size:
-            raise ValueError(f"batch={self.batch} must be at most dataset_size={self.dataset_size}")
-        if self.batch < self.world_size:
-            raise ValueError(f"batch={self.batch} must be at least world_size={self.world_size}")
-        if self.sharded and self.world_size == 1:
-            raise ValueError("sharded needs world_size of at least 2: there is nothing to share with one rank")
-        if self.source == "public":
-            raise ValueError("source='public' needs public data, which a plan has not; take history, weight or random")
-
-    @property
-    def share(self) -> int:
-        """Expected examples of a logical batch on one rank."""
-        return math.ceil(self.batch / self.world_size)
+DEEP = 12  # deeper stacks are extrapolated from DEPTHS
 
 
 class Contender:
@@ -177,7 +86,7 @@ class Contender:
 
     def _step(self, depth: int | None, m: int) -> Cost:
         q, model = self.question, self.build(depth)
-        first = m >= q.share and not self._scattered  # as if there were a sum already: its place can be counted apart
+        first = m >= q.share and not self._scattered  # as if there were a sum already: its size is counted separately
         given: dict[str, Any] = {"first": first, "optimizer": q.optimizer, "device": q.device}
         if self.name == "plain":
             return plain_step(model, self.subject, m, **given)

@@ -49,12 +49,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for.
+    """The model that is planned for.
 
     build: depth -> the model on the meta device; None stands for the depth that it has. Embeddings are frozen.
     batch: m -> the tensors of m examples.
     loss: (model, batch) -> the mean loss.
-    depth: how many equal layers it has, where they can be counted off; else None.
+    depth: how many equal layers it has, if that is known.
     """
 
     build: Callable[[int | None], nn.Module]

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rgp import slots
@@ -28,15 +27,15 @@ from rgp.methods import Method
 from rgp.norms import DenseUse
 from rgp.observing import Observer
 from rgp.plan import Entry, make_plan
+from rgp.planning.devices import as_on
 from rgp.planning.models import Subject
 from rgp.planning.tally import Tally, bytes_of
 from rgp.privatize import assemble, check_model, check_trainable
-from rgp.rules import conv, dropout
+from rgp.rules import conv
 from rgp.run import Run
 from rgp.sampling import Poisson
 from rgp.streams import Streams
 
-DEVICES = ("gpu", "cpu")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **options: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, **options),
     "adam": lambda parameters, **options: torch.optim.Adam(parameters, lr=1e-3, **options),
@@ -61,7 +60,7 @@ class Cost:
     batch: int  # the micro-batch itself
 
     def flops_of(self, microbatches: float, ranks: int = 1) -> int:
-        """Of a logical batch over all ranks: each finds the carriers and rebuilds the gradients for itself."""
+        """Flops of a logical batch over all ranks: each rank finds the carriers and rebuilds the gradients for itself."""
         once = sum(n for phase, n in self.flops.items() if phase.partition(":")[0] not in EVERY_MICROBATCH)
         return round(ranks * once + microbatches * (sum(self.flops.values()) - once))
 
@@ -118,7 +117,7 @@ def private_step(
     )
     run.observe(_Phases(run, tally, noted, first=first))
     _watch_optimizer(run.optimizer, tally, noted)
-    with warnings.catch_warnings(), tally, _as_on(device), _marked_layers(model, tally):
+    with warnings.catch_warnings(), tally, as_on(device), _marked_layers(model, tally):
         warnings.simplefilter("ignore")
         _count_resident(model, [*run.initial.values(), *batch], tally)
         for given in run:
@@ -162,7 +161,7 @@ def plain_step(model: nn.Module, subject: Subject, m: int, *, first: bool, optim
     noted: dict[str, int] = {}
     chosen = _optimizer(model, optimizer, device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    with tally, _as_on(device), _marked_layers(model, tally):
+    with tally, as_on(device), _marked_layers(model, tally):
         _count_resident(model, batch, tally)
         _zero_gradients(trained)
         chosen.step()
@@ -247,7 +246,7 @@ def _make_materialised(entry: Entry, **options: Any) -> slots.Slot:
 
 
 class _AfterFirst:
-    """A scheduler, called after each step: what the first one cost is forgotten."""
+    """A scheduler, called after each step: forgets what the first step cost."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally, self._calls = tally, 0
@@ -272,66 +271,6 @@ class _NoNoise:
     def add(self, total: Tensor, *, std: float, step: int, attempt: int) -> None:
         self._tally.enter("release")
         self._noted["total"] = total.nbytes
-
-
-# What the device decides ---------------------------------------------------------------------------------------------
-
-
-def _functions_on(device: str) -> dict[str, Any]:
-    """Attention and dropout as the device would run them: meta tensors alone would take the slowest form of both.
-
-    Attention is fused (no T x T matrix is kept) on a GPU, and on a CPU without dropout. Dropout keeps a byte an entry on
-    a GPU, a float on a CPU.
-    """
-    attend, drop = F.scaled_dot_product_attention, F.dropout
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
-        if dropout_p > 0 and device == "cpu":
-            return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=options.get("scale"))[0]
-
-    def dropout_on_gpu(input, p=0.5, training=True, inplace=False):
-        if not training or p == 0 or inplace:
-            return drop(input, p, training, inplace)
-        return torch.native_dropout(input, p, True)[0]
-
-    return {"scaled_dot_product_attention": attention, "dropout": drop if device == "cpu" else dropout_on_gpu}
-
-
-def _dropout_on(device: str) -> dict[str, Any]:
-    """The engine's own dropout, which it has for CPUs only, for meta tensors; without drawing bits."""
-
-    def fast(x: Tensor, p: float) -> bool:
-        return device == "cpu" and dropout.SMALLEST <= p <= 1 - dropout.SMALLEST
-
-    def mask(x: Tensor, threshold: int) -> Tensor:
-        return torch.empty(x.shape, dtype=torch.int16, device=x.device) >= threshold
-
-    return {"_fast": fast, "_mask": mask}
-
-
-@contextmanager
-def _as_on(device: str) -> Iterator[None]:
-    with (
-        _replaced(F, **_functions_on(device)),
-        _replaced(dropout, **_dropout_on(device)),
-        _replaced(torch, is_autocast_enabled=lambda *_: False),  # it does not know meta tensors
-    ):
-        yield
-
-
-@contextmanager
-def _replaced(module: Any, **attributes: Any) -> Iterator[None]:
-    """Attributes of a module, for a while: where the engine decides by size, device or weights that a plan has not."""
-    before = {name: getattr(module, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(module, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
 
 
 # Layers --------------------------------------------------------------------------------------------------------------

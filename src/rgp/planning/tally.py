@@ -5,7 +5,7 @@ activation costs once, and what the garbage collector would keep is kept here to
 (`torch.utils.flop_counter`): two for each multiply-add of a product, a convolution or attention, none for the rest.
 
 A meta tensor has no numbers, so where code asks for one it gets the answer of an ordinary step: all examples finite,
-nothing to treat apart.
+nothing that needs special treatment.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Tally(TorchDispatchMode):
         return out
 
     def count(self, tensor: Tensor) -> None:
-        """Take a tensor's storage into the books, if it is not there."""
+        """Count a tensor's storage, unless it is counted already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:

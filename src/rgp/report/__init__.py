@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from rgp.files import write_text
 from rgp.report.runs import RunError, read_run
 
 __all__ = ["RunError", "write"]
@@ -25,12 +25,5 @@ def write(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
     content = str(page([read_run(Path(folder)) for folder in folders]))
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(name, out)  # mkstemp made it readable by its owner alone: it has private sections
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_text(out, content, mode=0o600)  # readable by its owner alone: it has private sections
     return out

@@ -8,14 +8,15 @@ from typing import Any
 from rgp.report import words
 from rgp.report.charts import Series, roc_chart
 from rgp.report.html import Html, join, table, tag
-from rgp.report.runs import Run, finite
+from rgp.report.runs import RecordedRun
+from rgp.rounding import finite
 
 _ABOUT = {
     "LiRA": "LiRA and RMIA compare a row's loss with that of shadow models, trained with and without it.",
 }
 
 
-def attacks(runs: Sequence[Run]) -> Html:
+def attacks(runs: Sequence[RecordedRun]) -> Html:
     attacked = [run for run in runs if run.attack]
     if not attacked:
         return Html("")
@@ -25,9 +26,9 @@ def attacks(runs: Sequence[Run]) -> Html:
     counts = attacked[0].attack or {}
     members, others = finite(counts.get("members")), finite(counts.get("nonmembers"))
     if names == {""}:
-        title = "A real attack: who has a low loss is taken for a training row"
+        title = "A real attack: a row with a low loss is taken for a training row"
     else:
-        title = "Real attacks: who is taken for a training row"
+        title = "Real attacks: which rows are taken for training rows"
     return join(
         tag("h3", title, style="margin-top:22px"),
         table(
@@ -49,7 +50,7 @@ def attacks(runs: Sequence[Run]) -> Html:
 
 
 def better_than_a_coin(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Where an attack tells anything, in words: more than two standard errors above a half."""
+    """Which attacks do better than a coin: more than two standard errors above a half."""
     found: list[str] = []
     lost: list[str] = []
     for name, result in results:
@@ -63,7 +64,7 @@ def better_than_a_coin(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return "No row here has more right guesses than a coin: nothing was found out. " if lost else ""
 
 
-def _found(run: Run) -> list[tuple[str, dict[str, Any]]]:
+def _found(run: RecordedRun) -> list[tuple[str, dict[str, Any]]]:
     """(name, result) of every attack; the demo's single one has no name."""
     result = run.attack or {}
     several = result.get("attacks")
@@ -72,7 +73,7 @@ def _found(run: Run) -> list[tuple[str, dict[str, Any]]]:
     return [("", result)]
 
 
-def _row(run: Run, name: str, found: dict[str, Any], *, several: bool) -> tuple[str, ...]:
+def _row(run: RecordedRun, name: str, found: dict[str, Any], *, several: bool) -> tuple[str, ...]:
     rate, error = finite(found.get("success_rate")), finite(found.get("standard_error"))
     spread = f" ± {200 * error:.1f}" if error is not None else ""
     unknown = "no limit" if run.epsilon is None else "–"
@@ -87,7 +88,7 @@ def _row(run: Run, name: str, found: dict[str, Any], *, several: bool) -> tuple[
     )
 
 
-def _curves(run: Run, *, several: bool) -> Html:
+def _curves(run: RecordedRun, *, several: bool) -> Html:
     """The ROC curves of one run, on logarithmic axes."""
     lines = []
     for i, (name, found) in enumerate(_found(run)):

@@ -5,19 +5,18 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from rgp.naming import label
 from rgp.report import words
 from rgp.report.html import Html, join, table, tag
-from rgp.report.runs import Run, finite
-from rgp.rounding import round_down
-
-_METHODS = {"rgp": "RGP", "dpsgd": "DP-SGD", "nonprivate": "no clipping, no noise"}
+from rgp.report.runs import RecordedRun
+from rgp.rounding import finite, round_down
 
 
-def details(run: Run, *, heading: str = "h2") -> Html:
+def details(run: RecordedRun, *, heading: str = "h2") -> Html:
     return join(_plan(run, heading), _settings(run, heading))
 
 
-def _plan(run: Run, heading: str = "h2") -> Html:
+def _plan(run: RecordedRun, heading: str = "h2") -> Html:
     if not run.plan:
         return Html("")
     sizes = {"carried": 0, "exact": 0, "frozen": 0}
@@ -80,7 +79,7 @@ def _plan(run: Run, heading: str = "h2") -> Html:
     )
 
 
-def _settings(run: Run, heading: str = "h2") -> Html:
+def _settings(run: RecordedRun, heading: str = "h2") -> Html:
     rate, planned, steps = run.number("sampling_rate"), run.number("planned_steps"), run.number("steps")
     facts = [
         ("method", method_name(run)),
@@ -89,7 +88,7 @@ def _settings(run: Run, heading: str = "h2") -> Html:
         ("expected batch size", words.whole(run.number("batch_size"))),
         ("sampling rate q (Poisson)", f"{rate:.5g}" if rate is not None else "–"),
         ("steps", words.whole(steps) + (f" of {words.whole(planned)}" if planned and planned != steps else "")),
-        ("accountant", {"pld": "PLD", "rdp": "RDP"}.get(run.text("accountant"), run.text("accountant") or "–")),
+        ("accountant", run.text("accountant").upper() or "–"),
         ("parameters", words.whole(run.number("parameters"))),
         ("noise dimensions", words.whole(run.number("noise_dimensions"))),
         ("time in all", words.seconds(run.number("wall_seconds"))),
@@ -102,8 +101,8 @@ def _settings(run: Run, heading: str = "h2") -> Html:
     return tag("section", tag(heading, "Cost and settings"), tag("dl", *pairs, class_="facts"))
 
 
-def _promise_facts(run: Run) -> list[tuple[str, str]]:
-    """What the privacy card says besides: so that the page and the card can be held against each other."""
+def _promise_facts(run: RecordedRun) -> list[tuple[str, str]]:
+    """What the privacy card says besides, so that the page and the card can be compared."""
     head = run.text("ledger_head")
     return [
         ("privacy unit", run.text("unit") or "one row" if run.epsilon is not None else "–"),
@@ -115,7 +114,7 @@ def _promise_facts(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _audit(run: Run) -> str:
+def _audit(run: RecordedRun) -> str:
     audit = run.audit
     if audit is None:
         return "none was run" if run.epsilon is not None else "–"
@@ -125,11 +124,11 @@ def _audit(run: Run) -> str:
     return f"{round_down(low, 2)} at {sure:.0%} confidence ({audit.get('kind')}; {words.epsilon_text(proven)} was proven there)"
 
 
-def method_name(run: Run) -> str:
-    return _METHODS.get(run.text("method"), run.text("method") or "training")
+def method_name(run: RecordedRun) -> str:
+    return label(run.text("method")) or "training"
 
 
-def _per_step(run: Run) -> str:
+def _per_step(run: RecordedRun) -> str:
     total, steps = run.number("step_seconds") or run.number("wall_seconds"), run.number("steps")
     if total is None or not steps:
         return "–"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 class Html(str):
@@ -14,7 +17,7 @@ class Html(str):
 
 
 def tag(name: str, *children: Any, **attributes: Any) -> Html:
-    """`tag("td", value, class_="n")`. Children are escaped unless they are Html; None and False leave out."""
+    """`tag("td", value, class_="n")`. Children that are not Html are escaped; attributes that are None or False are left out."""
     pairs = []
     for key, value in attributes.items():
         if value is None or value is False:
@@ -52,6 +55,19 @@ def table(
         for row in rows
     ]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="table")
+
+
+def document(title: str, *body: Any, listed: bool = True) -> Html:
+    """A whole page that loads nothing. listed: whether search engines may list it."""
+    head = tag(
+        "head",
+        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        "" if listed else Html('<meta name="robots" content="noindex">'),
+        tag("title", title),
+        Html(f"<style>{files('rgp.report').joinpath('style.css').read_text(encoding='utf-8')}</style>"),
+    )
+    return join(Html("<!doctype html>\n"), tag("html", head, tag("body", *body), lang="en"), Html("\n"))
 
 
 def items(texts: Sequence[str]) -> list[Html]:

@@ -1,9 +1,8 @@
-"""The page: what is promised, what came of it, what it cost; and apart from that, what must not be published."""
+"""The page: what is promised, what came of it, what it cost; and in marked sections, what must not be published."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from typing import Any
 
 from rgp._version import __version__
@@ -11,37 +10,28 @@ from rgp.report import words
 from rgp.report.attacks import attacks
 from rgp.report.charts import COLOURS, Series, line_chart, trade_off
 from rgp.report.details import details, method_name
-from rgp.report.html import Html, items, join, table, tag
+from rgp.report.html import Html, document, items, join, table, tag
 from rgp.report.promise import promise, promises
-from rgp.report.runs import Run
+from rgp.report.runs import RecordedRun
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STAMP = "Not covered by the guarantee — do not publish"
 
 
-def page(runs: Sequence[Run]) -> Html:
+def page(runs: Sequence[RecordedRun]) -> Html:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     body = _one(runs[0]) if len(runs) == 1 else _several(runs)
-    head = tag(
-        "head",
-        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-        Html('<meta name="robots" content="noindex">'),
-        tag("title", f"{title} · rgp report"),
-        Html(f"<style>{files('rgp.report').joinpath('style.css').read_text(encoding='utf-8')}</style>"),
-    )
     footer = tag(
         "footer",
         f"Written by rgp {__version__}. This page needs no network and loads nothing. "
         "To publish a model, publish the run's folder model/, not this page.",
     )
-    return join(Html("<!doctype html>\n"), tag("html", head, tag("body", body, footer), lang="en"), Html("\n"))
+    return document(f"{title} · rgp report", body, footer, listed=False)
 
 
 # One run
 
 
-def _one(run: Run) -> Html:
+def _one(run: RecordedRun) -> Html:
     rows = run.number("training_rows")
     about = " · ".join(
         part
@@ -62,7 +52,7 @@ def _one(run: Run) -> Html:
     return join(header, main)
 
 
-def _tiles(run: Run) -> Html:
+def _tiles(run: RecordedRun) -> Html:
     delta = run.number("delta")
     accuracy_note: Any = "of the published test rows"
     if not run.publishable_accuracy:
@@ -91,7 +81,7 @@ def _tile(label: str, value: str, more: Any, main: bool = False) -> Html:
     )
 
 
-def _problems(runs: Sequence[Run]) -> Html:
+def _problems(runs: Sequence[RecordedRun]) -> Html:
     """What does not add up, and what weakens the promise."""
     said = [f"{run.name}: {problem}" for run in runs for problem in run.problems]
     for run in runs:
@@ -105,7 +95,7 @@ def _problems(runs: Sequence[Run]) -> Html:
     return tag("section", tag("h2", "This needs your attention"), tag("ul", *items(said)), class_="alert", role="alert")
 
 
-def _over_steps(runs: Sequence[Run]) -> Html:
+def _over_steps(runs: Sequence[RecordedRun]) -> Html:
     """What may be published of the course of training."""
     spending = [Series(run.name, _from_nothing(run.curve("epsilon")), _colour(runs, run)) for run in runs]
     figures = [line_chart("Privacy spent (ε) over steps", spending, y_format=_short, from_zero=True)]
@@ -123,7 +113,7 @@ def _from_nothing(points: list[tuple[float, float]]) -> list[tuple[float, float]
     return [(0.0, 0.0), *points] if points else []
 
 
-def _how_spent(run: Run) -> Html:
+def _how_spent(run: RecordedRun) -> Html:
     batch, rows = run.number("batch_size"), run.number("training_rows")
     drawn = f"about {words.whole(batch)} of {words.whole(rows)} rows" if batch and rows else "some of the rows"
     return tag(
@@ -137,12 +127,12 @@ def _how_spent(run: Run) -> Html:
         tag(
             "p",
             "ε is computed from those lines and from nothing else. It grows with every step, fast at first and more "
-            "slowly later, and what was spent cannot be had back.",
+            "slowly later, and what was spent cannot be taken back.",
         ),
     )
 
 
-def _private(runs: Sequence[Run]) -> Html:
+def _private(runs: Sequence[RecordedRun]) -> Html:
     """What was computed from private rows without noise."""
     figures = []
     if not all(run.publishable_accuracy for run in runs):
@@ -174,7 +164,7 @@ def _private(runs: Sequence[Run]) -> Html:
 # Several runs
 
 
-def _several(runs: Sequence[Run]) -> Html:
+def _several(runs: Sequence[RecordedRun]) -> Html:
     private = [run for run in runs if run.epsilon is not None]
     sets = sorted({run.text("dataset") for run in runs if run.text("dataset")})
     header = tag(
@@ -203,7 +193,7 @@ def _several(runs: Sequence[Run]) -> Html:
     return join(header, main)
 
 
-def _comparison(runs: Sequence[Run]) -> Html:
+def _comparison(runs: Sequence[RecordedRun]) -> Html:
     flagged = not all(run.publishable_accuracy for run in runs)
     headers = (
         "run",
@@ -239,7 +229,7 @@ def _comparison(runs: Sequence[Run]) -> Html:
     return tag("section", tag("h2", "Side by side"), content, note if flagged else "")
 
 
-def _trade_off(runs: Sequence[Run]) -> Html:
+def _trade_off(runs: Sequence[RecordedRun]) -> Html:
     trails, without = [], []
     for run in runs:
         accuracy = run.number("accuracy")
@@ -257,12 +247,12 @@ def _trade_off(runs: Sequence[Run]) -> Html:
 # Parts
 
 
-def _chart(title: str, runs: Sequence[Run], key: str, form: Callable[[float], str], *, from_zero: bool) -> Html:
+def _chart(title: str, runs: Sequence[RecordedRun], key: str, form: Callable[[float], str], *, from_zero: bool) -> Html:
     lines = [Series(run.name, run.curve(key), _colour(runs, run)) for run in runs]
     return line_chart(title, lines, y_format=form, from_zero=from_zero)
 
 
-def _accuracy_chart(runs: Sequence[Run]) -> Html:
+def _accuracy_chart(runs: Sequence[RecordedRun]) -> Html:
     lines = [Series(run.name, run.curve("accuracy"), _colour(runs, run)) for run in runs]
     return line_chart("Accuracy over steps", lines, y_format=_tick_percent, most=1.0)
 
@@ -275,11 +265,11 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _colour(runs: Sequence[Run], run: Run) -> int:
+def _colour(runs: Sequence[RecordedRun], run: RecordedRun) -> int:
     return next(i for i, other in enumerate(runs) if other is run) % COLOURS
 
 
-def _legend(runs: Sequence[Run]) -> Html:
+def _legend(runs: Sequence[RecordedRun]) -> Html:
     if len(runs) == 1:
         return Html("")
     return tag(
@@ -290,7 +280,7 @@ def _legend(runs: Sequence[Run]) -> Html:
     )
 
 
-def _device(run: Run) -> str:
+def _device(run: RecordedRun) -> str:
     threads = run.number("threads")
     device = run.text("device")
     return f"{device}, {threads:.0f} threads" if device == "cpu" and threads else device

@@ -7,7 +7,7 @@ from typing import Any
 
 from rgp.report import words
 from rgp.report.html import Html, items, table, tag
-from rgp.report.runs import Run
+from rgp.report.runs import RecordedRun
 
 _ATTACKER = (
     "Somebody wants to find out whether one particular row was in the training data. They get the trained model. "
@@ -16,7 +16,7 @@ _ATTACKER = (
 )
 
 
-def promise(run: Run) -> Html:
+def promise(run: RecordedRun) -> Html:
     spent, delta = run.epsilon, run.number("delta")
     if spent is None or delta is None:
         return tag(
@@ -51,7 +51,7 @@ def promise(run: Run) -> Html:
     return tag("section", *parts)
 
 
-def _meters(run: Run) -> Html:
+def _meters(run: RecordedRun) -> Html:
     assert run.meaning is not None
     means = run.meaning
     guess = "They guess “it was used” or “it was not”; a coin would be right half of the time"
@@ -87,7 +87,7 @@ def _meters(run: Run) -> Html:
     return tag("div", *meters, key, class_="meters")
 
 
-def _protected(run: Run) -> Html:
+def _protected(run: RecordedRun) -> Html:
     rows = run.number("training_rows")
     count = f"each of the {words.whole(rows)} training rows" if rows else "each training row"
     return tag(
@@ -102,7 +102,7 @@ def _protected(run: Run) -> Html:
     )
 
 
-def _not_covered(run: Run) -> Html:
+def _not_covered(run: RecordedRun) -> Html:
     gaps = [
         "What is true with or without a row. If the model learns that smokers fall ill more often, it says so about "
         "every smoker.",
@@ -120,7 +120,7 @@ def _not_covered(run: Run) -> Html:
     return tag("div", tag("h3", "What is not covered"), tag("ul", *items(gaps)))
 
 
-def promises(runs: Sequence[Run]) -> Html:
+def promises(runs: Sequence[RecordedRun]) -> Html:
     rows = [
         (
             run.name,

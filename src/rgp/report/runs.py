@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rgp.accounting import Event, Meaning, epsilon, meaning
 from rgp.errors import LedgerError
+from rgp.files import read_json_lines
 from rgp.ledger import Ledger
+from rgp.rounding import finite
 
 
 class RunError(ValueError):
-    """A folder that is no run."""
+    """The folder does not hold a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What was found in one folder.
+class RecordedRun:
+    """What was found in one run's folder.
 
     public: metrics.jsonl, which may be published; private: private.jsonl, which may not
     attack: results of the membership attacks, or None; private
@@ -66,7 +67,7 @@ class Run:
         return [(x, y) for x, y in found if x is not None and y is not None]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     path = folder / "summary.json"
     if not path.is_file():
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else ""
@@ -77,7 +78,7 @@ def read_run(folder: Path) -> Run:
     summary = _json(path)
     if not isinstance(summary, dict):
         raise RunError(f"{path} does not hold a JSON object.")
-    public, private = _rows(folder / "metrics.jsonl"), _rows(folder / "private.jsonl")
+    public, private = (read_json_lines(folder / f"{name}.jsonl") for name in ("metrics", "private"))
     attack = next((row["attack"] for row in reversed(private) if "attack" in row), None)  # the demo's
     if (folder / "attack.json").is_file():
         attack = _json(folder / "attack.json")
@@ -89,7 +90,7 @@ def read_run(folder: Path) -> Run:
             f"THE MECHANISM IS BROKEN: an audit of these settings found epsilon to be at least "
             f"{audit.get('epsilon_lower'):.3f}, and {audit.get('epsilon_proven'):.3f} was promised there."
         )
-    return Run(
+    return RecordedRun(
         name=folder.resolve().name,
         folder=folder,
         summary=summary,
@@ -104,7 +105,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _guarantee(folder: Path, summary: dict[str, Any]) -> tuple[Meaning | None, list[str]]:
-    """From the ledger, which is what counts; from the summary where there is none."""
+    """From the ledger, which is what counts; from the summary where there is no ledger."""
     spent, delta = finite(summary.get("epsilon")), finite(summary.get("delta"))
     if spent is None or delta is None:
         return None, []
@@ -125,29 +126,8 @@ def _guarantee(folder: Path, summary: dict[str, Any]) -> tuple[Meaning | None, l
         return None, problems
 
 
-def finite(value: Any) -> float | None:
-    """The value as a number, or None if it is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The lines up to the first that a crash left unfinished."""
-    rows: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rgp.rounding import round_up
+from rgp.rounding import percent_up, round_up
 
 
 def epsilon_text(value: float | None) -> str:
@@ -17,8 +17,8 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 def ceiling(value: float) -> str:
     """A rate that is an upper bound: rounded up, 100% only if it is."""
-    rounded = math.ceil(value * 1000 - 1e-9) / 10
-    return f"{rounded:.1f}%" if rounded < 100 or value >= 1 else "99.9+%"
+    shown = percent_up(value, 1)
+    return shown if shown != "100.0%" or value >= 1 else "99.9+%"
 
 
 def odds(value: float) -> str:

@@ -1,7 +1,7 @@
 """Does a cell start? A few real steps of it: its model, plan, clipping, noise and optimizer, on fewer rows at a time.
 
-The noise is calibrated for the whole run, then a step draws 4 rows in place of hundreds. What cannot be had here is stood in
-for: rows are made up, in files that the usual loaders read; pretrained transformers are tiny and random, with a tokenizer.
+The noise is calibrated for the whole run, then a step draws 4 rows in place of hundreds. What is not available here is replaced
+by a stand-in: made-up rows, in files that the usual loaders read; a tiny random transformer with a tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from rgp import accounting
 from rgp.reproduce.items import digest
-from rgp.reproduce.running import _missing_data, _missing_weights
+from rgp.reproduce.running import missing_data, missing_weights
 from rgp.train import language, setup
 from rgp.train.config import Config
 from rgp.train.folder import RunFolder
@@ -37,19 +37,19 @@ _PICTURES = {"cifar10": (32, 32, 3), "svhn": (32, 32, 3), "mnist": (28, 28), "fa
 
 
 class StandIns:
-    """Made-up rows and weights in a folder of their own; what is read or calibrated for one cell serves others."""
+    """Made-up rows and weights in a folder of their own; what is read or calibrated for one cell is kept for others."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._data: dict[str, Any] = {}
 
     def check(self, settings: Config) -> dict[str, Any]:
-        """Take a few steps; what was stood in for, and how long it took. Any failure is raised."""
+        """Take a few steps; says which stand-ins were used and how long it took. Any failure is raised."""
         began = time.monotonic()
         used: list[str] = []
         rows = TRAINING_ROWS.get(settings.data.name)
         model = self.model(settings, used)
-        if _missing_data(settings.data.name, settings.data.folder):
+        if missing_data(settings.data.name, settings.data.folder):
             used.append(f"made-up rows for {settings.data.name}")
             settings = replace(settings, data=replace(settings.data, folder=str(self.rows(settings.data.name))))
         settings = replace(settings, model=replace(settings.model, name=model))
@@ -95,7 +95,7 @@ class StandIns:
 
     def model(self, settings: Config, used: list[str]) -> str:
         """The model's name, or the folder of its weights, real ones or tiny ones."""
-        if _missing_weights(settings):
+        if missing_weights(settings):
             used.append(f"tiny random weights for {settings.model.name}")
             return str(self.weights())
         return str(language.weights_folder(settings) or settings.model.name)

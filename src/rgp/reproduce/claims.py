@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from rgp.reproduce.items import Column
-from rgp.reproduce.numbers import Numbers, Place, rows_tested, sampling_error, standard_error
+from rgp.reproduce.numbers import Numbers, Place, paired_difference, rows_tested, sampling_error
 
 HELD, FAILED, LEVEL, NOT_RUN = "held", "did not hold", "level", "not run"
 NEAR_FULL = 2.1  # points: RGP N.P. below full training in the paper, at most (CIFAR-10)
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def judge(margin: float, error: float, *, within: bool = False) -> str:
-    """Of a margin by which something should be above zero. within: at or above zero is enough."""
+    """The verdict on a margin that should be above zero. within: at or above zero is enough."""
     if margin > 2 * error or (within and margin >= 0):
         return HELD
     return FAILED if margin < -2 * error else LEVEL
@@ -230,15 +230,14 @@ CLAIMS: dict[str, tuple[Callable[[Numbers], Iterator[Verdict]], ...]] = {
 def _difference(a: Place, b: Place, metric: str, column: Column) -> tuple[float, float, int] | None:
     """(mean paired difference, its standard error, seeds), over the seeds that both have."""
     x, y = a.values(metric), b.values(metric)
-    shared = sorted(x.keys() & y.keys())
-    if not shared:
+    if not x.keys() & y.keys():
         return None
-    differences = [x[seed] - y[seed] for seed in shared]
-    error = standard_error(differences)
+    difference, error, seeds = paired_difference(x, y)
     if error is None:
-        errors = [sampling_error(v[shared[0]], rows_tested(p, column)) for v, p in ((x, a), (y, b))]
+        (only,) = x.keys() & y.keys()
+        errors = [sampling_error(v[only], rows_tested(p, column)) for v, p in ((x, a), (y, b))]
         error = (errors[0] ** 2 + errors[1] ** 2) ** 0.5
-    return statistics.mean(differences), error, len(shared)
+    return difference, error, seeds
 
 
 def _said(difference: float, error: float, seeds: int) -> str:

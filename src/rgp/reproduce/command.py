@@ -33,7 +33,7 @@ def reproduce(
     seeds: Annotated[
         int | None, typer.Option(help="Runs of every cell, with seeds 0, 1, ... Default: each file's own.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with runs that were interrupted.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume runs that were interrupted.")] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Run only cells with this in their name, such as digits or 'RGP (N.P.)'; may be repeated."),
@@ -66,14 +66,14 @@ def reproduce(
     """Run the paper's tables and figures again, and set ours beside its numbers.
 
     Every cell is one run of `rgp train`, from a preset. Finished ones are kept, known by a hash of their settings, and never
-    run twice: a reproduction that was stopped goes on where it was. One that fails does not stop the others. What the paper
+    run twice: a reproduction that was stopped continues where it was. One that fails does not stop the others. What the paper
     claims is checked by code: held, did not hold, level, not run.
 
     \b
     Examples:
       rgp reproduce list                             what there is, and how long it takes
       rgp reproduce table2 --only digits             seconds
-      rgp reproduce all --minutes 60 --resume        what fits in an hour, going on where it was
+      rgp reproduce all --minutes 60 --resume        what fits in an hour, continuing where it was
       rgp reproduce all --scale paper --check        does every run of the paper's scale start?
       rgp reproduce all --minutes 0 --page docs/reproduction.md
     """

@@ -52,7 +52,7 @@ def sections(found: Sequence[Numbers], verdicts: Sequence[Verdict], paper: Seque
 
 
 def overview(found: Sequence[Numbers]) -> Section:
-    """Which runs there are, and which not."""
+    """Which runs were made, and which were not."""
     rows = []
     for numbers in found:
         counts = Counter(_plainly(place.state) for place in numbers.places.values() if place.state)
@@ -204,7 +204,7 @@ def starts(found: Sequence[Numbers], checks: dict[str, dict[str, Any] | None], w
     words = [
         "The paper's own models and settings are a GPU's work. The runs counted here as started were begun (`--check`): noise "
         "calibrated for the whole run, then three steps of 4 rows through the run's own code, with stand-ins where weights or "
-        "rows cannot be had here. The others have not been tried.",
+        "rows are not available here. The others have not been tried.",
     ]
     headers = ("", "runs that started", "stand-ins", "runs of one seed")
     return Section("Paper scale: which runs start", words, headers, rows, name="paper")
@@ -215,7 +215,7 @@ def _states(numbers: Numbers) -> str:
 
 
 def _plainly(state: str) -> str:
-    """Without its reason, which is in the JSON."""
+    """A state without its reason, which is in the JSON."""
     if state.startswith("not started"):
         return "not run"
     return state.partition(": ")[0] if state.startswith("failed") else state.partition(" (")[0]

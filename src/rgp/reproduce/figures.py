@@ -18,9 +18,9 @@ Look = tuple[str, str]  # colour, style
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """Of every line of a figure, so that a name looks the same in all of its panels.
+    """The look of every line of a figure, so that a name looks the same in all of its panels.
 
-    Of names such as "RGP, head: own" the part after the colon has the colour and the part before it the style.
+    In names such as "RGP, head: own" the part after the colon sets the colour and the part before it the style.
     """
     names = list(dict.fromkeys(names))
     if not all(kind for _, kind in map(_in_two, names)):
@@ -34,7 +34,7 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 
 
 def legend(lines: Mapping[str, Look]) -> dict[str, Look]:
-    """An entry for every line; or, of names in two parts, for every part."""
+    """An entry for every line; or, if names have two parts, for every part."""
     if not all(kind for _, kind in map(_in_two, lines)):
         return dict(lines)
     kinds = {_in_two(name)[1]: (colour, "-") for name, (colour, _) in lines.items()}

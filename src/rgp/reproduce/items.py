@@ -32,8 +32,8 @@ SCALES = ("mini", "paper")
 MEASURES = ("accuracy", "attack", "stable_rank", "residual", "cost")
 _KEYS = {"title", "about", "measure", "x", "rows", "paper", "scales", "options", "note"}
 _COLUMN_KEYS = {"preset", "set", "rows", "leave_out", "metrics", "beside", "matrices", "minutes", "x", "data", "values"}
-# where and how fast a run is computed: they do not change what it is
-_ELSEWHERE = {
+# settings that say where and how fast a run is computed: they do not change its result
+_NOT_IN_FINGERPRINT = {
     "data": ("folder",),
     "training": ("microbatch_size",),
     "run": ("device", "threads", "workers", "eval_every", "checkpoint_seconds"),
@@ -83,7 +83,7 @@ class Cell:
 
     @property
     def exists(self) -> bool:
-        """Whether its preset does: without, it can neither run nor be found among what is finished."""
+        """Whether its preset exists: without it, the cell can neither run nor be found among the finished ones."""
         return self.measure == "cost" or self.preset in _presets()
 
     @functools.cached_property
@@ -92,7 +92,7 @@ class Cell:
             return digest({"axis": self.column.name, **self.options})
         try:
             about: Any = fingerprint(self.settings())
-        except ConfigError:  # no such preset, or settings that do not fit: nothing can be known of it
+        except ConfigError:  # no such preset, or settings that do not fit: it has no fingerprint
             return digest([self.preset, dict(self.changes), self.seed])
         return about if self.record != "spectra" else digest([about, dict(self.options)])
 
@@ -122,16 +122,17 @@ PINNED = ("*embeddings.weight", "frozen")
 
 
 def fingerprint(settings: Config) -> str:
-    """The same for the same training, wherever it is computed. A key that later versions add changes none, at its default.
+    """The same for the same training, wherever it is computed.
 
-    Nor does PINNED in overrides: presets say it since embeddings are trained by default, and it is what they meant before.
+    A key that a later version adds changes no fingerprint while it has its default. Nor does PINNED in overrides: presets say
+    it since embeddings are trained by default, and it is what they meant before.
     """
     plain = Config().to_dict()
     about = {
         f"{section}.{name}": value
         for section, keys in settings.to_dict().items()
         for name, value in keys.items()
-        if value != plain[section][name] and name not in _ELSEWHERE.get(section, ())
+        if value != plain[section][name] and name not in _NOT_IN_FINGERPRINT.get(section, ())
     }
     overrides = about.pop("method.overrides", {})
     if rest := {pattern: value for pattern, value in overrides.items() if (pattern, value) != PINNED}:

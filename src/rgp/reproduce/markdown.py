@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rgp.files import write_text
 from rgp.reproduce.content import NOT_COVERED, Section
 
 Say = Callable[[str], None]
@@ -26,7 +27,7 @@ def write(sections: Sequence[Section], path: Path, *, title: str, words: Sequenc
         if section.rows:
             lines += [*table(section.headers, section.rows), ""]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    write_text(path, "\n".join(lines).rstrip() + "\n")
     return written
 
 

@@ -1,4 +1,4 @@
-"""Finished cells -> what stands in a place of a table: mean and standard error over seeds."""
+"""Finished cells -> the numbers of a table: mean and standard error over seeds."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Numbers:
         return ("success_rate",) if self.item.measure == "attack" else column.metrics
 
     def mean(self, row: str, column: Column, x: float | None = None) -> float | None:
-        """Over the column's metrics too: of MNLI's two test sets, as the paper's figures do."""
+        """The mean over seeds and over the column's metrics, such as MNLI's two test sets, as in the paper's figures."""
         found = [self.place(row, column.name, x).mean(metric) for metric in self.metrics(column)]
         known = [value for value in found if value is not None]
         return statistics.mean(known) if known else None
@@ -158,20 +158,26 @@ class Numbers:
 
 
 def _more_seeds(cell: Cell, store: Store) -> dict[int, dict[str, Any]]:
-    """Runs of the same cell that nobody asked for here and others have made: they count as well."""
+    """Further runs of the same cell, with seeds that were not asked for: they count as well."""
     if cell.measure not in ("accuracy", "attack"):
         return {}
     found = {seed: store.get(replace(cell, seed=seed)) for seed in range(1, MOST_SEEDS)}
     return {seed: record for seed, record in found.items() if record is not None}
 
 
+def paired_difference(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[float, float | None, int]:
+    """Mean of a - b over the seeds that both have, its standard error, and how many seeds these are."""
+    found = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+    return statistics.mean(found), standard_error(found), len(found)
+
+
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean; None for fewer than two values."""
+    """The standard error of the mean; None for fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def sampling_error(percent: float, rows: int) -> float:
-    """Of an accuracy in percent, from the finite number of test rows alone."""
+    """The standard error of an accuracy in percent, from the finite number of test rows alone."""
     p = min(max(percent / 100, 0.0), 1.0)
     return 100 * math.sqrt(max(p * (1 - p), 0.25 / rows) / rows)
 

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 
 from rgp._version import __version__
 from rgp.report.charts import COLOURS, Series, line_chart
-from rgp.report.html import Html, join, table, tag
+from rgp.report.html import Html, document, join, table, tag
 from rgp.reproduce.content import NOT_COVERED, Panel, Section
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def page(sections: Sequence[Section], *, title: str, words: Sequence[str]) -> Html:
-    head = tag(
-        "head",
-        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-        tag("title", f"{title} · rgp"),
-        Html(f"<style>{files('rgp.report').joinpath('style.css').read_text(encoding='utf-8')}</style>"),
-    )
     header = tag(
         "header",
         tag("div", "Reproduction", class_="eyebrow"),
@@ -28,8 +18,7 @@ def page(sections: Sequence[Section], *, title: str, words: Sequence[str]) -> Ht
         *(tag("p", _code(word), class_="soft") for word in words),
     )
     footer = tag("footer", f"Written by rgp {__version__}. This page needs no network and loads nothing.")
-    body = tag("body", header, tag("main", *map(_section, sections)), footer)
-    return join(Html("<!doctype html>\n"), tag("html", head, body, lang="en"), Html("\n"))
+    return document(f"{title} · rgp", header, tag("main", *map(_section, sections)), footer)
 
 
 def _section(section: Section) -> Html:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rgp.files import write_text
 from rgp.reproduce import claims, content, markdown, page
 from rgp.reproduce.checking import StandIns
 from rgp.reproduce.items import SCALES, Cell, Item, files, read
@@ -165,8 +166,8 @@ class Reproduction:
         if self._changes:
             words.append(f"A trial: all runs with {', '.join(f'`{k} = {v}`' for k, v in self._changes.items())}.")
         written = [self.out / f"{self.scale}.json", self.out / f"{self.scale}.html"]
-        written[0].write_text(json.dumps(self.result(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        written[1].write_text(page.page(sections, title=TITLE, words=words), encoding="utf-8")
+        write_text(written[0], json.dumps(self.result(), indent=1, allow_nan=False) + "\n")
+        write_text(written[1], page.page(sections, title=TITLE, words=words))
         if markdown_page is not None:
             written += markdown.write(sections, markdown_page, title=TITLE, words=words, say=self.progress.say)
         return [str(path) for path in written]

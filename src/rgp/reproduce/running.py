@@ -1,6 +1,6 @@
 """The cells that are not finished yet, one after the other. One that fails does not stop the others.
 
-A cell's run lies in OUT/runs/HASH, a run's folder like any other: an interrupted one goes on from its checkpoint.
+A cell's run lies in OUT/runs/HASH, a run's folder like any other: an interrupted one resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Work:
                     self.measure(cell)
                 except Interrupted as error:
                     error.args = (
-                        f"stopped; {cell.name} is saved, others are kept. Go on with the same command and --resume",
+                        f"stopped; {cell.name} is saved, finished ones are kept. Resume with the same command and --resume",
                     )
                     raise
                 except Exception as error:
@@ -100,7 +100,7 @@ class Work:
             settings = runner.resumed_config(path, None)
             summary = runner.train(settings, path, progress=self.progress, resume=True)
         else:
-            raise RunFolderError(f"the run in {path} is not finished; --resume goes on with it")
+            raise RunFolderError(f"the run in {path} is not finished; --resume resumes it")
         for checkpoint in path.glob("checkpoint-*"):  # of no use to a finished run, and as large as three models
             shutil.rmtree(checkpoint)
         if self.store.get(cell, "accuracy") is None:
@@ -110,7 +110,7 @@ class Work:
     def attacked(self, cell: Cell) -> dict[str, Any]:
         from rgp.attacks.attacking import attack_run
 
-        found = attack_run(self.trained(cell), progress=_Quiet(self.progress))
+        found = attack_run(self.trained(cell), progress=_NoBar(self.progress))
         kept = ("success_rate", "standard_error", "auc", "tpr_at_0.01", "members", "nonmembers")
         return {name: found[name] for name in kept if name in found}
 
@@ -144,8 +144,8 @@ class Work:
         return {name: found[name] for name in ("axis", "values", "rows", "machine", "commit")}
 
 
-class _Quiet(Silent):
-    """Says what there is to say, and shows no bar."""
+class _NoBar(Silent):
+    """Passes messages on, and shows no progress bar."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -166,11 +166,11 @@ def unavailable(cell: Cell, data: Path | None) -> str | None:
 
 
 def missing(settings: Config) -> str | None:
-    """What cannot be had here of what a run needs, in a few words; None if all is there."""
-    return _missing_data(settings.data.name, settings.data.folder) or _missing_weights(settings)
+    """What a run needs and this machine does not have, in a few words; None if everything is here."""
+    return missing_data(settings.data.name, settings.data.folder) or missing_weights(settings)
 
 
-def _missing_data(name: str, folder: str | None) -> str | None:
+def missing_data(name: str, folder: str | None) -> str | None:
     from rgp.data import data_folder
 
     where = data_folder(folder)
@@ -184,7 +184,7 @@ def _missing_data(name: str, folder: str | None) -> str | None:
     return None
 
 
-def _missing_weights(settings: Config) -> str | None:
+def missing_weights(settings: Config) -> str | None:
     name = settings.model.name
     if name in IMAGE_MODELS or Path(name).expanduser().is_dir():
         return None
@@ -201,7 +201,7 @@ def _missing_weights(settings: Config) -> str | None:
 
 @functools.cache
 def _on_hub(name: str) -> bool:
-    """In the library's own cache, or on the hub, asked once and with a short patience."""
+    """Whether the model is in the library's own cache or on the hub, which is asked once, with a short timeout."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):

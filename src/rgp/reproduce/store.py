@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rgp.files import read_json_lines
 from rgp.reproduce.items import Cell, as_changes, fingerprint
 from rgp.train import config
 from rgp.train.config import ConfigError
@@ -32,14 +33,14 @@ class Store:
         for share in shares:
             if share.resolve() != results.resolve():
                 self._take_share(share)
-        for row in _lines(results):
+        for row in read_json_lines(results):
             self._take(row, str(results))
 
     def get(self, cell: Cell, kind: str | None = None) -> dict[str, Any] | None:
         return self._records.get((cell.key, kind or cell.record))
 
     def add(self, cell: Cell, kind: str, content: dict[str, Any]) -> dict[str, Any]:
-        """On disk before anyone hears of it."""
+        """Add a result, on disk before it is used."""
         about = {"preset": cell.preset, "set": dict(cell.changes), "seed": cell.seed} if cell.preset else {}
         row = {"key": cell.key, "measure": kind, **about, **content}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +54,7 @@ class Store:
 
     def _take_share(self, share: Path) -> None:
         if share.is_file():
-            for row in _lines(share):
+            for row in read_json_lines(share):
                 self._take(row, share.name)
         elif share.is_dir():
             for path in sorted(share.rglob("config.yaml")):
@@ -92,16 +93,3 @@ class Store:
 
 def from_summary(summary: dict[str, Any]) -> dict[str, Any]:
     return {name: summary[name] for name in FROM_SUMMARY if name in summary}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:  # torn by a crash
-                continue
-            if isinstance(row, dict):
-                found.append(row)
-    return found

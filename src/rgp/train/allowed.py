@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rgp.validate import check_count
+
 
 @dataclass(frozen=True)
 class Allowed:
@@ -18,11 +20,8 @@ class Allowed:
 
 def whole(low: int) -> Allowed:
     def read(value: Any) -> int:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ValueError
-        return value
+        whole_number = isinstance(value, float) and value.is_integer()
+        return check_count("", int(value) if whole_number else value, least=low)
 
     return Allowed(f"a whole number of at least {low}", read)
 

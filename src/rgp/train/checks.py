@@ -1,4 +1,4 @@
-"""Mistakes in a config: how they are collected, and those that no key makes alone."""
+"""Mistakes in a config: how they are collected, and those that several keys make together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rgp.models.public_text import TEXTS as PUBLIC_TEXTS
+from rgp.naming import METHODS, UNPROTECTED
 from rgp.train.sections import (
     CARRIED,
     IMAGE_MODELS,
     IMAGES,
     TEXTS,
-    UNPROTECTED,
     WEIGHTS,
     Config,
     DataConfig,
@@ -23,12 +23,12 @@ from rgp.train.sections import (
 
 
 class Mistakes(list[str]):
-    """Mistakes found so far, and the keys they are about: what else is wrong with those is not worth saying."""
+    """Mistakes found so far, and the keys they are about: one mistake per key is enough."""
 
     def __init__(self) -> None:
         super().__init__()
         self.keys: set[str] = set()
-        self.no_base = False  # preset or file could not be read: most keys are missing for that reason
+        self.no_base = False  # preset or file could not be read, which is why most keys are missing
 
     def add(self, message: str, *keys: str) -> None:
         if not self.keys.intersection(keys):
@@ -45,7 +45,7 @@ class ConfigError(ValueError):
 
 
 def cross_check(config: Config, mistakes: Mistakes) -> None:
-    """Mistakes that no key makes alone."""
+    """Add the mistakes that several keys make together."""
     method, budget, training = config.method, config.budget, config.training
 
     def one_of(a: str, b: str, first: Any, second: Any) -> None:
@@ -86,7 +86,7 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
             words = f"model.{leaf} = {short(not plain)}: is for wide ResNets, so this must be {short(plain)}"
             mistakes.add(words, f"model.{leaf}", "model.name")
     allowed: tuple[str, ...] = ("rank",) if method.name in ("powersgd", "dp-powersgd", "dp-lora") else ()
-    allowed = CARRIED if method.name in ("rgp", "rgp-random", "residual-off") else allowed
+    allowed = CARRIED if METHODS[method.name].carries else allowed
     for leaf in CARRIED:
         value = getattr(method, leaf)
         if value is not None and leaf not in allowed:
@@ -111,7 +111,7 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_language(config: Config, mistakes: Mistakes) -> None:
-    """Keys that only Hugging Face models have, and what goes with what among them."""
+    """Add mistakes with the keys that only Hugging Face models have."""
     data, model, method = config.data, config.model, config.method
     if method.name == "dp-lora" and not (method.rank is None or isinstance(method.rank, int)):
         words = f"method.rank = {short(method.rank)}: the rank of adapters must be one whole number"

@@ -1,4 +1,4 @@
-"""The commands `rgp train`, `rgp eval` and `rgp demo`.
+"""The commands `rgp train` and `rgp eval`.
 
 Exit codes: 0 done, 1 failed, 2 wrong use or config, 3 disk full or not writable, 130 interrupted (143 by SIGTERM), 141 nobody
 reads the output any more.
@@ -27,7 +27,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands to a command line."""
     app.command("train")(train)
     app.command("eval")(evaluate)
-    app.command("demo")(demo)
 
 
 def complete_preset(incomplete: str) -> list[str]:
@@ -64,7 +63,7 @@ def train(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with the interrupted run in --out, from its last checkpoint."),
+        typer.Option("--resume", help="Resume the interrupted run in --out from its last checkpoint."),
     ] = False,
     diagnostics: Annotated[
         bool,
@@ -92,7 +91,7 @@ def train(
 
     Settings come from a preset, then a config file, then --set; later ones win. All of them are checked before any work
     starts. The run's folder then holds the model with its privacy card (model/), a report for people (report.html) and
-    everything needed to go on after an interruption. Ctrl-C saves and says how to go on.
+    everything needed to resume after an interruption. Ctrl-C saves the run and says how to resume it.
 
     \b
     Examples:
@@ -118,7 +117,7 @@ def train(
             return None
         if out is None:
             if resume:
-                raise ValueError("--resume needs --out, the folder of the run to go on with")
+                raise ValueError("--resume needs --out, the folder of the run to resume")
             out = Path("runs") / (config.stem if config is not None else preset or "run")
 
         from rgp.distributed import launched
@@ -180,32 +179,6 @@ def evaluate(
             typer.echo(f"epsilon {spent} at delta {result['delta']:g}, from {releases} releases on record")
 
 
-def demo(
-    out: Annotated[
-        Path | None,
-        typer.Option(help="A new folder for the runs and the report. Default: runs/demo, or -2, -3, ..."),
-    ] = None,
-    epsilon: Annotated[float, typer.Option(help="The budget of the two private runs.")] = 8.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Repeat a demo exactly. Who knows the seed can undo the protection.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """See what private training costs: one small network, trained without privacy, with DP-SGD and with RGP.
-
-    Trains for real, on scikit-learn's handwritten digits; attacks all three models with the membership test; writes one
-    report that compares them. A minute or two on two cores.
-    """
-    with exit_codes():
-        from rgp.train.demo import run_demo, show_demo
-
-        result = run_demo(out, epsilon=epsilon, seed=seed)
-        if as_json:
-            typer.echo(json.dumps(result, allow_nan=False))
-        else:
-            show_demo(result)
-
-
 # ---------------------------------------------------------------------- what is shown
 
 
@@ -222,13 +195,13 @@ def show_presets(as_json: bool) -> None:
 
 
 def extra_scores(result: dict[str, Any]) -> list[tuple[str, float]]:
-    """What is measured besides accuracy: perplexity, further test sets."""
+    """What is measured besides accuracy: perplexity, and accuracy on further test sets."""
     return [(k, v) for k, v in result.items() if k in ("perplexity", "accuracy_mismatched")]
 
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
+    from rgp.cards import short_unit
     from rgp.rounding import round_up
-    from rgp.train.card import short_unit
 
     accuracy = "unknown" if summary["accuracy"] is None else f"{summary['accuracy']:.4f}"
     typer.echo(f"accuracy  {accuracy} on {summary['held_out_rows']} held-out rows")
@@ -259,7 +232,7 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
 
 @contextmanager
 def spoken_warnings(shown: Any) -> Iterator[None]:
-    """Warnings as one line each, past the progress bar."""
+    """Show each warning as one line, past the progress bar."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_, **__: shown.say(f"rgp: warning: {message}")
@@ -271,7 +244,7 @@ def spoken_warnings(shown: Any) -> Iterator[None]:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Every failure as a clear message and an exit code that means something."""
+    """Turn every failure into a clear message and an exit code that means something."""
     from rgp.errors import LedgerError, RankError, UnsupportedError, WrongUseError
     from rgp.train.errors import DemoError, Interrupted
 
@@ -284,7 +257,7 @@ def exit_codes() -> Iterator[None]:
     except BrokenPipeError as error:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the interpreter's last flush complain
         raise SystemExit(UNREAD) from error
-    except (ValueError, FileNotFoundError) as error:  # configs, folders, data: what the user can put right
+    except (ValueError, FileNotFoundError) as error:  # configs, folders, data: what the user can correct
         _stop(_words(error), WRONG_USE, error)
     except Exception as error:
         if disk := disk_error(error):
@@ -297,11 +270,11 @@ def exit_codes() -> Iterator[None]:
         raise
 
 
-_KEPT = "What was saved before is kept: make room or give access, then go on with rgp train --resume --out FOLDER"
+_KEPT = "What was saved before is kept: make room or give access, then resume: rgp train --resume --out FOLDER"
 
 
 def disk_error(error: BaseException | None) -> BaseException | None:
-    """The trouble with the disk behind an error, if that is what it was."""
+    """The disk error behind an error, if there is one."""
     while error is not None:
         if isinstance(error, OSError) and (error.errno in _DISK or isinstance(error, PermissionError)):
             return error
@@ -320,7 +293,7 @@ def _words(error: BaseException) -> str:
 
 
 def _stop(message: str, code: int, error: BaseException) -> None:
-    """Of several ranks, each reports what it alone knows; what all of one machine find, its first one reports."""
+    """Report and exit. What all ranks of one machine find, its first rank reports; what one rank alone knows, it reports."""
     shared = isinstance(error, (ValueError, FileNotFoundError, KeyboardInterrupt)) or code > 128
     if not getattr(error, "told", False) and not (shared and os.environ.get("LOCAL_RANK", "0") != "0"):
         rank = os.environ.get("RANK", "0")

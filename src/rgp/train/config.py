@@ -34,7 +34,7 @@ EXCLUSIVE = (("training.epochs", "training.steps"), ("budget.epsilon", "budget.n
 
 
 def load(file: Path | None = None, *, preset: str | None = None, changes: Iterable[str] = ()) -> Config:
-    """A checked config out of a preset, a YAML file and `section.key=value` changes. ConfigError lists all mistakes."""
+    """A checked config from a preset, a YAML file and `section.key=value` changes. ConfigError lists all mistakes."""
     mistakes = Mistakes()
     given: dict[str, Any] = {}  # dotted key -> what the user wrote
     if preset is None and file is None:
@@ -85,7 +85,7 @@ def presets() -> list[str]:
 
 
 def about_preset(name: str) -> str:
-    """One line for people."""
+    """One line that says what a preset is."""
     if name in families.members():
         return families.members()[name][0]
     return (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
@@ -98,7 +98,7 @@ def _preset(name: str, mistakes: Mistakes) -> Any:
 
 
 def _overlay(given: dict[str, Any], layer: Mapping[str, Any]) -> None:
-    """Later settings win; one of two that exclude each other takes the place of an earlier other one."""
+    """Later settings win; of two keys that exclude each other, the later one replaces the earlier."""
     given.update(layer)
     for pair in EXCLUSIVE:
         for a, b in (pair, pair[::-1]):
@@ -169,7 +169,7 @@ def _read(given: Mapping[str, Any], mistakes: Mistakes) -> dict[str, dict[str, A
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is written twice: YAML would silently take the second one."""
+    """Refuses a key that is written twice, where YAML would silently take the second one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

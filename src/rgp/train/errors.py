@@ -1,4 +1,4 @@
-"""What can go wrong with a run that is not a mistake in its settings (config.ConfigError)."""
+"""What can go wrong with a run, other than a mistake in its settings (checks.ConfigError)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Interrupted(Exception):
     def __init__(self, folder: Path, step: int, steps: int, signal: int) -> None:
         self.signal = signal
         super().__init__(
-            f"stopped after step {step} of {steps}; everything is saved. Go on with: rgp train --resume --out {folder}"
+            f"stopped after step {step} of {steps}; everything is saved. Resume it: rgp train --resume --out {folder}"
         )
 
 

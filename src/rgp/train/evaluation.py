@@ -1,8 +1,7 @@
-"""A trained run, measured: held-out accuracy and loss, epsilon from the ledger, and the membership attack."""
+"""A trained run, measured: held-out accuracy and loss, and epsilon from the ledger."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from rgp import accounting
 from rgp.ledger import Ledger
+from rgp.rounding import finite
 from rgp.train.setup import example_losses, scores
 from rgp.train.weights import load_trained
 
@@ -29,8 +29,8 @@ def evaluate_run(out: Path) -> dict[str, Any]:
         found[f"accuracy_{name}"] = scores(*measure(test), test, settings)["accuracy"]
     ledger = Ledger.open(out)
     delta, accountant = ledger.header["delta"], ledger.header["accountant"]
-    spent = accounting.epsilon(ledger.events(), delta=delta, accountant=accountant)
-    private = math.isfinite(spent)
+    spent = finite(accounting.epsilon(ledger.events(), delta=delta, accountant=accountant))
+    private = spent is not None
     return {
         "run": str(out),
         "weights": source,
@@ -38,24 +38,8 @@ def evaluate_run(out: Path) -> dict[str, Any]:
         "loss": losses.mean().item(),
         "rows": len(right),
         "accuracy_is_publishable": parts.published_test,
-        "epsilon": spent if private else None,
+        "epsilon": spent,
         "delta": delta if private else None,
         "accountant": accountant if private else None,
         "releases": ledger.count,
     }
-
-
-def attack_run(out: Path, *, seed: int = 0) -> dict[str, Any]:
-    """The loss-threshold membership test: training rows against held-out rows. Its result is private."""
-    from rgp.attacks.threshold import attack
-
-    settings, parts, _ = load_trained(out)
-    batch = settings.training.microbatch_size or 32
-
-    def losses(dataset: Any) -> Any:
-        found = example_losses(
-            parts.model, dataset, collate_fn=parts.data.collate_fn, device=parts.device, batch_size=batch
-        )
-        return found[0]
-
-    return attack(losses(parts.data.train), losses(parts.data.test), seed=seed)

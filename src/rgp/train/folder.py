@@ -9,7 +9,7 @@ plan.json        what was trained, and how
 model/           what may be published as a whole: weights and privacy card
 report.html      for people
 tensorboard/, tensorboard-private/    metrics.jsonl and private.jsonl again, with --tensorboard
-latest, checkpoint-N/, initial.safetensors, secret.json    to go on from (rgp.checkpoint); not to be published
+latest, checkpoint-N/, initial.safetensors, secret.json    to resume from (rgp.checkpoint); not to be published
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rgp.ledger import make_folder, sync_folder
+from rgp import files
 from rgp.train.errors import RunFolderError
 
 
@@ -39,10 +39,10 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.latest = self.path / "latest"
 
-    # ------------------------------------------------------------------ may it be used
+    # ------------------------------------------------------------------ whether it may be used
 
     def check_free(self) -> None:
-        """Refuse a folder that holds anything."""
+        """Refuse a folder that is not empty."""
         if not self.path.exists():
             check_writable(self.path)
             return
@@ -57,13 +57,13 @@ class RunFolder:
         if self.finished:
             raise RunFolderError(f"{self.path} holds a finished run; it was not touched. {other}")
         raise RunFolderError(
-            f"{self.path} holds a run that is not finished; it was not touched. Go on with it: "
+            f"{self.path} holds a run that is not finished; it was not touched. Resume it: "
             f"rgp train --resume --out {self.path}. Or c{other[1:]}"
         )
 
     def check_resumable(self) -> None:
         if not self.path.is_dir():
-            raise RunFolderError(f"there is no run in {self.path} to go on with; leave --resume out to start one")
+            raise RunFolderError(f"there is no run in {self.path} to resume; leave --resume out to start one")
         if not self.config.exists():
             raise RunFolderError(f"{self.path} holds no config.yaml, so it is not a run's folder; see --out")
         check_writable(self.path)
@@ -74,21 +74,11 @@ class RunFolder:
 
     # ------------------------------------------------------------------ files
 
-    def create(self) -> None:
-        make_folder(self.path)
-
     def write_text(self, path: Path, text: str, *, mode: int = 0o666) -> None:
-        new = path.with_name(path.name + ".new")
-        new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-        sync_folder(path.parent)
+        files.write_text(path, text, mode=mode)
 
-    def write_json(self, path: Path, content: Any) -> None:
-        self.write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    def write_json(self, path: Path, content: Any, *, mode: int = 0o666) -> None:
+        self.write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n", mode=mode)
 
     @staticmethod
     def read_json(path: Path) -> Any:
@@ -101,26 +91,18 @@ class RunFolder:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def rows(self, path: Path) -> list[dict[str, Any]]:
-        if not path.exists():
-            return []
-        found = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break  # torn by a crash: what follows was not written
-        return found
+        return files.read_json_lines(path)
 
     def rewind(self, step: int) -> None:
-        """Forget rows after a checkpoint: those steps are taken again."""
+        """Remove the rows after a checkpoint: those steps are taken again."""
         for path, mode in ((self.metrics, 0o666), (self.private, 0o600)):
             if path.exists():
                 kept = [row for row in self.rows(path) if row["step"] <= step]
                 self.write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), mode=mode)
 
 
-class Elsewhere(RunFolder):
-    """The folder as the other ranks of a distributed run see it: on the first rank's disk, and not theirs to write."""
+class DetachedRunFolder(RunFolder):
+    """The folder on all ranks of a distributed run but the first, which alone reads and writes files."""
 
     def write_text(self, path: Path, text: str, *, mode: int = 0o666) -> None: ...
 
@@ -133,7 +115,7 @@ class Elsewhere(RunFolder):
 
 
 def check_writable(path: Path) -> None:
-    """PermissionError before any work, where the folder (or the one it will be made in) cannot be written."""
+    """Raise PermissionError before any work if the folder, or the one it will be made in, cannot be written."""
     there = path
     while not there.exists():
         there = there.parent

@@ -37,7 +37,7 @@ def make_transformer(config: Config, data: Any, tokenizer: Any) -> nn.Module:
             set_dropout(shape, settings.dropout)
         if not settings.pretrained:
             return kind.from_config(shape)
-        # a head for other classes is made anew
+        # a head for another number of classes is initialised
         return kind.from_pretrained(where, config=shape, ignore_mismatched_sizes="num_labels" in options)
 
     # some checkpoints are in half precision, and recent versions load them so: updates would be lost in rounding
@@ -50,7 +50,7 @@ def make_transformer(config: Config, data: Any, tokenizer: Any) -> nn.Module:
 
 
 def set_dropout(shape: Any, rate: float) -> None:
-    """In a transformers config, where every family has names of its own for it: hidden_dropout_prob, resid_pdrop, ..."""
+    """Set every dropout rate in a transformers config; each family has its own names: hidden_dropout_prob, resid_pdrop, ..."""
     known = [name for name, value in shape.to_dict().items() if _is_dropout(name) and isinstance(value, float | int)]
     if not known:
         raise ConfigError([f"model.dropout = {rate:g}: a {shape.model_type} has no dropout; leave it out"])
@@ -105,7 +105,7 @@ def public_inputs(config: Config, data: Any, tokenizer: Any) -> Callable[[], dic
 
 
 def adapt(config: Config, model: nn.Module) -> nn.Module:
-    """LoRA adapters on every linear layer of the body, and the head; all else is frozen."""
+    """Put LoRA adapters on every linear layer of the body; they and the head are trained, all else is frozen."""
     try:
         import peft
     except ImportError as error:
@@ -130,7 +130,7 @@ def adapt(config: Config, model: nn.Module) -> nn.Module:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Adapters added into the weights they adapt: an ordinary model again. Others are returned as they are."""
+    """The model with its adapters added into the weights; a model without adapters is returned as it is."""
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[operator]
 
 

@@ -1,21 +1,20 @@
-"""What is watched while a run trains: time, losses and norms, epsilon so far, and whether somebody wants it to stop."""
+"""What is watched while a run trains: time, losses and norms, and whether somebody wants it to stop."""
 
 from __future__ import annotations
 
-import math
 import signal
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rgp import accounting
+from rgp.rounding import finite
 from rgp.run import Run
 
 
 @dataclass
 class Clock:
-    """Seconds of earlier processes, read from metrics.jsonl."""
+    """Seconds that earlier processes spent on the run, read from metrics.jsonl."""
 
     wall: float = 0.0
     steps: float = 0.0
@@ -24,8 +23,8 @@ class Clock:
         return Clock(max(self.wall, row.get("seconds", 0.0)), max(self.steps, row.get("step_seconds", 0.0)))
 
 
-class Seen:
-    """What the steps since the last evaluation showed. Private: computed from training rows without noise."""
+class TrainingStatistics:
+    """Losses and norms of the steps since the last evaluation. Private: computed from training rows without noise."""
 
     def __init__(self, diagnostics: bool) -> None:
         self.diagnostics = diagnostics
@@ -51,36 +50,20 @@ class Seen:
     def take(self) -> dict[str, Any]:
         if not self._count:
             return {}
-        row: dict[str, Any] = {"training_loss": _finite(self._loss / self._count)}
+        row: dict[str, Any] = {"training_loss": finite(self._loss / self._count)}
         if self.diagnostics:
             row["bad_examples"] = self._bad
             norms = torch.cat(self._norms)
             if len(norms):
                 row["clip_fraction"] = self._clipped / len(norms)
-                row["norm_mean"] = _finite(norms.mean().item())
-                row["norm_median"] = _finite(norms.median().item())
+                row["norm_mean"] = finite(norms.mean().item())
+                row["norm_median"] = finite(norms.median().item())
         self._clear()
         return row
 
 
-class EpsilonSoFar:
-    """A cheap upper bound on what was spent, for every step."""
-
-    def __init__(self, run: Run) -> None:
-        settings = run.mechanism
-        event: Any = settings.event(0) if len(settings.events()) == 1 else settings.event
-        self._curve = accounting.epsilon_curve(
-            event, settings.steps, delta=settings.delta, accountant=settings.accountant, points=20
-        )
-
-    def after(self, run: Run) -> float:
-        count = run.ledger.count  # more than the steps, if some were charged twice after a crash
-        found = next((epsilon for step, epsilon in self._curve if step >= count), None)
-        return run.epsilon() if found is None else found
-
-
 class Signals:
-    """The first Ctrl-C (or SIGTERM) is noted, and the loop ends in its own time; a second one interrupts at once."""
+    """Notes the first Ctrl-C (or SIGTERM), so that the loop can end in good order; a second one interrupts at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -102,7 +85,3 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         for number, old in self._old.items():
             signal.signal(number, old)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

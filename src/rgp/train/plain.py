@@ -1,7 +1,7 @@
 """What training costs without this library: `python -m rgp.train.plain RUN` repeats a run's steps as a plain loop.
 
-The engine with clip and noise off computes more than plain PyTorch does, so its time would flatter the private runs it
-is compared with. This is the loop anyone would write: same model, optimizer, batch size and number of steps.
+The engine without clip and noise computes more than plain PyTorch does, so comparing with its time would flatter the private
+runs. This is the loop that anyone would write: same model, optimizer, batch size and number of steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is shown while a run trains: a bar on a terminal, plain lines elsewhere; TensorBoard if asked. All on stderr."""
+"""What is shown while a run trains: a bar on a terminal, plain lines otherwise, on stderr; TensorBoard if asked."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Lines:
         self._accuracy: float | None = None
         self._epsilon: float | None = None
         self._began = self._shown = time.monotonic()
-        self.say(f"{name}: {total} steps" + (f", going on at step {done}" if done else ""))
+        self.say(f"{name}: {total} steps" + (f", resuming at step {done}" if done else ""))
 
     def step(self, done: int, *, epsilon: float | None, examples: int) -> None:
         self._done, self._epsilon = done, epsilon
@@ -122,7 +122,7 @@ class Bar:
 class Board:
     """TensorBoard: what may be published under tensorboard/, what may not under tensorboard-private/.
 
-    step: the last one that counts; what earlier processes wrote after it is hidden, because it is taken again
+    step: the last one that counts; later ones that earlier processes wrote are hidden, because those steps are taken again
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:

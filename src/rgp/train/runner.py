@@ -1,6 +1,6 @@
-"""One run: config -> a trained model in a run's folder. Can be interrupted at any moment and gone on with.
+"""One run: config -> a trained model in a run's folder. It can be interrupted at any moment and resumed.
 
-settings ok -> folder free -> data, model -> rgp.privatize -> steps, evaluations, checkpoints -> model/, card, report
+settings checked -> folder free -> data, model -> rgp.privatize -> steps, evaluations, checkpoints -> model/, card, report
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ import torch
 import rgp
 from rgp import checkpoint
 from rgp.bench.measure import MemoryMeter
+from rgp.cards import EpsilonSoFar
+from rgp.cards.content import unit_of
 from rgp.distributed import Ranks, first_then_others
 from rgp.ledger import Ledger
 from rgp.run import Run
-from rgp.train import card, config, setup
+from rgp.train import config, setup
+from rgp.train.card import card_of
 from rgp.train.config import Config, ConfigError
 from rgp.train.errors import Interrupted, RunFolderError
-from rgp.train.folder import Elsewhere, RunFolder
-from rgp.train.meters import Clock, EpsilonSoFar, Seen, Signals
+from rgp.train.folder import DetachedRunFolder, RunFolder
+from rgp.train.meters import Clock, Signals, TrainingStatistics
 from rgp.train.progress import Board, Progress
 from rgp.train.setup import Parts
+from rgp.train.summary import plan_rows, summarize
 from rgp.train.weights import publish
 
 
@@ -41,23 +45,23 @@ def train(
     parts: Parts | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """Train into a new folder, or go on with the run that is in it. Returns the content of its summary.json.
+    """Train into a new folder, or resume the run that is in it. Returns the content of its summary.json.
 
     parts: made already, by setup.make with the same settings and other rows (rgp.attacks.shadows).
-    Of several ranks, the first one alone looks at the folder, writes into it, evaluates and tells of progress.
+    With several ranks, only the first reads and writes the folder, evaluates and reports progress.
     """
     if tensorboard:
         Board.needed()
     ranks = Ranks() if ranks is None else ranks
-    folder = RunFolder(out) if ranks.first else Elsewhere(out)
+    folder = RunFolder(out) if ranks.first else DetachedRunFolder(out)
     where = ranks.from_first(lambda: look(folder, resume))
     if where == "finished":
-        progress.say(f"{out} is finished already; nothing was done")
+        progress.say(f"{out} is already finished; nothing was done")
         return folder.read_json(folder.summary) if ranks.first else {}
     began = time.monotonic()
     parts = first_then_others(ranks, lambda: setup.make(settings)) if parts is None else parts
     session = Session(settings, parts, folder, progress, began=began, diagnostics=diagnostics)
-    run = session.go_on() if where == "checkpoint" else session.begin(again=resume)
+    run = session.resume() if where == "checkpoint" else session.begin(again=resume)
     with run:
         board = Board(out, run.step_index) if tensorboard and ranks.first else None
         try:
@@ -70,7 +74,7 @@ def train(
 
 
 def look(folder: RunFolder, resume: bool) -> str:
-    """What there is to do: "finished" (nothing), "checkpoint" (to go on from), "begin"."""
+    """What there is to do: "finished" (nothing), "checkpoint" (resume from it), "begin"."""
     if not resume:
         folder.check_free()
         return "begin"
@@ -98,7 +102,7 @@ class Session:
         self.batch = settings.training.microbatch_size or min(settings.training.batch_size, 32)
         self.eval_every = settings.run.eval_every or max(1, round(parts.steps / 20))
         self.accuracy: float | None = None
-        self.scores: dict[str, float] = {}  # that and others: perplexity, accuracy on further test sets
+        self.scores: dict[str, float] = {}  # accuracy and others: perplexity, accuracy on further test sets
         self.peak: int | None = None
         self.before = Clock()  # what earlier processes spent on this run
         self.step_seconds = 0.0
@@ -110,10 +114,10 @@ class Session:
     # ------------------------------------------------------------------ beginning
 
     def begin(self, *, again: bool = False) -> Run:
-        """A new run; `again` for a folder in which one was begun, and stopped before its first checkpoint."""
+        """A new run. again: one was begun in this folder before, and stopped before its first checkpoint."""
         settings, parts, folder = self.config, self.parts, self.folder
-        if again and not isinstance(folder, Elsewhere):
-            discard_stillborn(folder)
+        if again and not isinstance(folder, DetachedRunFolder):
+            remove_empty_ledger(folder)
         budget = None
         if settings.budget.epsilon is not None:
             budget = rgp.Budget(settings.budget.epsilon, settings.budget.delta, accountant=settings.budget.accountant)
@@ -146,11 +150,11 @@ class Session:
             public_loss=parts.public_loss,
         )
         folder.write_text(folder.config, settings.to_yaml())
-        folder.write_json(folder.plan, card.plan_rows(run))
+        folder.write_json(folder.plan, plan_rows(run))
         self.progress.say(self._first_words(run))
         return run
 
-    def go_on(self) -> Run:
+    def resume(self) -> Run:
         parts, folder = self.parts, self.folder
         parts.model.train()
         run = checkpoint.resume(
@@ -174,7 +178,7 @@ class Session:
             self.before = self.before.later(row)
             self.accuracy = row.get("accuracy", self.accuracy)
             self.scores |= {k: v for k, v in row.items() if k.startswith("accuracy") or k == "perplexity"}
-        self.progress.say(f"going on with {folder.path} after step {run.step_index} of {run.mechanism.steps}")
+        self.progress.say(f"resuming {folder.path} after step {run.step_index} of {run.mechanism.steps}")
         return run
 
     def _first_words(self, run: Run) -> str:
@@ -187,13 +191,13 @@ class Session:
             f"{words}, noise in {plan.noise_dimensions:,} dimensions\n"
             f"{self.config.method.name}: sampling rate {settings.rate(0):.4g}, noise multiplier "
             f"{run.noise_multiplier:g}, clip {settings.clip.first:g}, delta {settings.delta:g}\n"
-            f"privacy unit: {self.parts.data.unit}"
+            f"privacy unit: {unit_of(run, self.parts.data.row)}"
         )
 
     # ------------------------------------------------------------------ the loop
 
     def train(self, run: Run, board: Board | None = None) -> None:
-        """All steps that are left. Interrupted once the run is saved, if somebody asked to stop."""
+        """Take all steps that are left. Raises Interrupted, once the run is saved, if somebody asked to stop."""
         parts, progress, model = self.parts, self.progress, self.parts.model
         curve = EpsilonSoFar(run) if self.config.private and run.ranks.first else None
         meter = MemoryMeter("cuda" if parts.device.type == "cuda" else "cpu")
@@ -201,9 +205,9 @@ class Session:
         progress.start(self.config.method.name, run.step_index, run.mechanism.steps)
         if self.accuracy is not None:
             progress.accuracy(self.accuracy)
-        seen = Seen(self.diagnostics)
+        seen = TrainingStatistics(self.diagnostics)
         began = saved = time.monotonic()
-        done, resting = run.step_index, 0.0  # resting: seconds spent on evaluations and checkpoints
+        done, paused = run.step_index, 0.0  # paused: seconds spent on evaluations and checkpoints
         try:
             with Signals() as signals:
                 for batch in run:
@@ -216,7 +220,7 @@ class Session:
                         now = time.monotonic()
                         due = run.step_index // self.eval_every > done // self.eval_every or run.finished
                         done = run.step_index
-                        self.step_seconds = now - began - resting
+                        self.step_seconds = now - began - paused
                         epsilon = None if curve is None else curve.after(run)
                         if due:
                             self.evaluate(run, seen, epsilon, board)
@@ -225,7 +229,7 @@ class Session:
                         if now - saved >= self.config.run.checkpoint_seconds and not run.finished:
                             run.save(self.folder.path)
                             saved = time.monotonic()
-                        resting += time.monotonic() - now
+                        paused += time.monotonic() - now
                     if signals.number is not None:
                         run.stop()  # on all ranks
             if run.step_index > done:  # empty draws at the very end
@@ -239,8 +243,8 @@ class Session:
             number = signals.number or signal.SIGINT  # of another rank
             raise Interrupted(self.folder.path, run.step_index, run.mechanism.steps, number)
 
-    def evaluate(self, run: Run, seen: Seen, epsilon: float | None, board: Board | None) -> None:
-        """Accuracy on held-out rows: where anyone may see it if the rows are a published test split, apart if not."""
+    def evaluate(self, run: Run, seen: TrainingStatistics, epsilon: float | None, board: Board | None) -> None:
+        """Measure accuracy on held-out rows: for metrics.jsonl if they are a published test split, else private.jsonl."""
         if not run.ranks.first:
             return
         data = self.parts.data
@@ -272,7 +276,7 @@ class Session:
     def summarize(self, run: Run) -> dict[str, Any]:
         earlier = self.folder.read_json(self.folder.summary) if self.folder.summary.exists() else {}
         peaks = [peak for peak in (self.peak, earlier.get("peak_memory_bytes")) if peak is not None]
-        return card.summarize(
+        return summarize(
             self.config,
             self.parts,
             run,
@@ -283,14 +287,14 @@ class Session:
         )
 
     def finish(self, run: Run) -> dict[str, Any]:
-        """model/ with its card, then summary.json, which says that all is done, then the report."""
+        """Write model/ with its card, then summary.json, which says that all is done, then the report."""
         if not run.ranks.first:
             return {}
         if self.accuracy is None:
-            self.evaluate(run, Seen(False), None, None)
+            self.evaluate(run, TrainingStatistics(False), None, None)
         summary = self.summarize(run)
         with run.averaged():
-            publish(self.folder, self.config, self.parts, card.make_card(self.config, self.parts, run, summary))
+            publish(self.folder, self.config, self.parts, card_of(self.config, self.parts, run, summary))
         self.folder.write_json(self.folder.summary, summary)
         write_report([self.folder.path], self.folder.report, self.progress.say)
         return summary
@@ -320,19 +324,19 @@ def resumed_config(out: Path, given: Config | None, ranks: Ranks | None = None) 
     return saved
 
 
-def discard_stillborn(folder: RunFolder) -> None:
-    """A run that was stopped before its first checkpoint: nothing was released, so its ledger may go."""
+def remove_empty_ledger(folder: RunFolder) -> None:
+    """Clear away a run that was stopped before its first checkpoint; refused if anything was released."""
     if folder.ledger.exists():
         if Ledger.open(folder.path).count:
             raise RunFolderError(
-                f"{folder.path} holds releases on record and no checkpoint to go on from. Start again in another "
-                "folder; these releases were made, and count against the same data."
+                f"{folder.path} has releases on record and no checkpoint to resume from. Start again in another "
+                "folder; those releases were made, and count against the same data."
             )
         folder.ledger.unlink()
 
 
 def write_report(folders: list[Path], out: Path, say: Callable[[str], None]) -> Path | None:
-    """The report is for people and can be written again: no run fails for want of it."""
+    """Write the report. It can be written again at any time, so no run fails because of it."""
     try:
         from rgp.report import write
 

@@ -1,4 +1,4 @@
-"""The sections of a config: every key with its type, what is allowed, and what it means. The manual is made of this."""
+"""The sections of a config: every key with its type, what is allowed, and what it means. Help and checks are made from this."""
 
 # ruff: noqa: RUF009 - key() makes a dataclasses.field
 
@@ -9,14 +9,11 @@ from typing import Any
 
 import yaml
 
+from rgp.composition import ACCOUNTANTS
+from rgp.naming import METHODS, UNPROTECTED
 from rgp.train.allowed import Allowed, choice, clips, columns, flag, number, ranks, string, texts, treatments, whole
 
-METHODS = (
-    *("rgp", "rgp-random", "dpsgd", "dp-powersgd", "dp-lora", "linear", "bitfit"),
-    *("nonprivate", "powersgd", "residual-off"),
-)
 OPTIMIZERS = ("sgd", "adam", "adamw", "adam-corrected")
-UNPROTECTED = ("nonprivate", "powersgd", "residual-off")  # comparisons that no noise goes with
 IMAGE_MODELS = ("small-cnn", "tiny-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-4", "wrn-28-4", "wrn-40-4")
 IMAGES = ("digits", "cifar10", "svhn", "mnist", "fashion_mnist")
 TEXTS = ("sst2", "qnli", "qqp", "mnli")
@@ -29,7 +26,7 @@ CARRIED = (
     "power_iterations",
     "norm",
     "keep",
-)  # keys of methods with carriers
+)  # keys that only methods with carriers have
 
 
 def key(default: Any, allowed: Allowed, meaning: str) -> Any:
@@ -55,7 +52,7 @@ class DataConfig:
         None, choice("document", "line", "block"), "language models: what one example is, and what is protected"
     )
     block: int = key(128, whole(2), "language models: tokens of a block")
-    image_size: int | None = key(None, whole(1), "height and width to which the images of a folder are brought")
+    image_size: int | None = key(None, whole(1), "height and width that the images of a folder are resized to")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +72,7 @@ class ModelConfig:
     centre: str = key(
         "none",
         string(),
-        "with pooling: take off the mean feature of public sentences: films, public, or a file of them",
+        "with pooling: subtract the mean feature of public sentences: films, public, or a file of them",
     )
     label_texts: Any = key(
         None,
@@ -119,7 +116,7 @@ class BudgetConfig:
         "probability that epsilon fails (1/(10 N), at most 1e-5)",
     )
     noise_multiplier: float | None = key(None, number(0), "the noise itself, in place of epsilon; 0: no privacy")
-    accountant: str = key("pld", choice("pld", "rdp"), "pld is tight; rdp is what older papers used")
+    accountant: str = key("pld", choice(*ACCOUNTANTS), "pld is tight; rdp is what older papers used")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +158,7 @@ class OptimizerConfig:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     seed: int | None = key(
-        None, whole(0), "repeats a run exactly; who knows it can undo the protection, so leave it out for real data"
+        None, whole(0), "repeats a run exactly; whoever knows it can undo the protection, so leave it out for real data"
     )
     secure_noise: bool = key(False, flag(), "noise from a cryptographic generator; needs rgp[secure]")
     device: str = key("auto", string(), "auto, cpu, cuda, cuda:1, ...")

@@ -14,25 +14,13 @@ from torch import Tensor, nn
 
 import rgp
 from rgp import accounting
+from rgp.naming import METHODS
 from rgp.optimizers import AdamCorrected
 from rgp.public import ROWS
 from rgp.torchstate import evaluating
 from rgp.train import language
 from rgp.train.config import Config, ConfigError
 from rgp.train.sections import CARRIED, IMAGE_MODELS, MethodConfig, TrainingConfig
-
-METHODS: dict[str, Callable[..., Any]] = {
-    "rgp": rgp.RGP,
-    "rgp-random": rgp.RGPRandom,
-    "dpsgd": rgp.DPSGD,
-    "linear": rgp.LinearProbe,
-    "bitfit": rgp.BiTFiT,
-    "dp-lora": rgp.DPSGD,
-    "nonprivate": rgp.NonPrivate,
-    "powersgd": rgp.PowerSGD,
-    "dp-powersgd": rgp.DPPowerSGD,
-    "residual-off": rgp.ResidualOff,
-}
 
 
 @dataclass
@@ -56,7 +44,7 @@ class Parts:
 
 
 def make(config: Config, data: Any = None) -> Parts:
-    """Load and build everything; ConfigError where the config does not fit the data. `data`: loaded already."""
+    """Load and build everything; ConfigError where the config does not fit the data. data: already loaded."""
     device = pick_device(config.run.device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -92,7 +80,7 @@ def pick_device(name: str) -> torch.device:
 
 @contextmanager
 def initial_seed(seed: int | None) -> Iterator[None]:
-    """Initial weights: repeatable with a seed. They are public either way."""
+    """Make initial weights repeatable with a seed. They are public either way."""
     if seed is None:
         yield
         return
@@ -111,7 +99,7 @@ def load_data(config: Config, tokenizer: Any) -> Any:
 
 
 def check_against_data(config: Config, data: Any) -> int:
-    """The number of steps; ConfigError for what only the data can tell."""
+    """The number of steps; ConfigError for mistakes that only the data show."""
     training, budget, size = config.training, config.budget, len(data.train)
     mistakes = []
     if training.batch_size > size:
@@ -179,11 +167,12 @@ def make_method(config: MethodConfig) -> Any:
     given = {name: getattr(config, name) for name in CARRIED if getattr(config, name) is not None}
     if config.name == "dp-lora":
         given = {}  # its rank is the adapters'; their factors are exact, and all else has requires_grad False
-    return METHODS[config.name](**given, head_scale=config.head_scale, overrides=config.overrides)
+    kind: Any = METHODS[config.name]
+    return kind(**given, head_scale=config.head_scale, overrides=config.overrides)
 
 
 def make_public_loss(config: Config, model: nn.Module, data: Any, tokenizer: Any) -> Callable[[], Tensor] | None:
-    """For method.source = public: without labels, other inputs at every step, in evaluation mode."""
+    """The loss for method.source = public: logits of other public inputs at every step, without labels, in evaluation mode."""
     if config.method.public is None:
         return None
     device = next(model.parameters()).device
@@ -191,7 +180,7 @@ def make_public_loss(config: Config, model: nn.Module, data: Any, tokenizer: Any
 
     def logits() -> Tensor:
         with evaluating(model):
-            if texts is None:  # images are brought to mean 0 and deviation 1
+            if texts is None:  # images are normalised to mean 0 and deviation 1
                 return model(torch.randn(ROWS, *data.shape).to(device))
             return model(**{name: values.to(device) for name, values in texts().items()}).logits
 
@@ -224,7 +213,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def parameter_groups(config: Config, model: nn.Module) -> list[Any]:
-    """All parameters; with a bias_lr, vectors in a group of their own, and with a head_lr the head's, which is the last."""
+    """All parameters; with a bias_lr vectors have their own group, and with a head_lr so has the head, as the last one."""
     settings = config.optimizer
     if settings.bias_lr is None and settings.head_lr is None:
         return list(model.parameters())
@@ -244,7 +233,7 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) 
         return None
 
     def factor(step: int, begin: int) -> float:
-        """Of a learning rate that is 0 before step `begin`, and has its warm-up and its fall in the steps that are left."""
+        """What multiplies a learning rate that is 0 before step `begin`, then warms up and falls in the steps that are left."""
         step, left = step - begin, steps - begin
         rising = round(settings.warmup * left)
         if step < 0:
@@ -268,7 +257,7 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) 
 
 
 def logits_and_labels(model: nn.Module, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For a batch of (x, y), or a dictionary with "labels" as Hugging Face models take it."""
+    """Logits and labels of a batch (x, y), or of a dictionary with "labels" as Hugging Face models take it."""
     if isinstance(batch, (tuple, list)):
         x, y = batch
         return model(x.to(device)), y.to(device)
@@ -278,7 +267,7 @@ def logits_and_labels(model: nn.Module, batch: Any, device: torch.device) -> tup
 
 
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """(m,): of each example."""
+    """(m,): the loss of each example."""
     return (
         language.token_losses(logits, labels)
         if logits.dim() == 3
@@ -287,12 +276,12 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def right(logits: Tensor, labels: Tensor) -> Tensor:
-    """(m,): whether the answer was right; of a language model, the share of the example's tokens."""
+    """(m,): whether the answer was right; for a language model, the share of right tokens."""
     return language.tokens_right(logits, labels) if logits.dim() == 3 else logits.argmax(1) == labels
 
 
 def scores(lost: Tensor, correct: Tensor, dataset: Any, config: Config) -> dict[str, float]:
-    """Accuracy, a fraction of the examples; of a language model, of all tokens, and the perplexity."""
+    """Accuracy, as a share of the examples; for a language model, as a share of all tokens, and the perplexity."""
     if config.model.task != "causal-lm":
         return {"accuracy": correct.float().mean().item()}
     tokens = torch.as_tensor(dataset.lengths).double() - 1

@@ -1,16 +1,16 @@
-"""The trained weights: into model/, with their card, and back out of a run's folder."""
+"""The trained weights: written into model/ with their card, and read back from a run's folder."""
 
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from rgp.train import card, config, language, setup
+from rgp.cards import card_text
+from rgp.files import complete_folder
+from rgp.train import config, language, setup
 from rgp.train.config import Config
 from rgp.train.errors import RunFolderError
 from rgp.train.folder import RunFolder
@@ -18,31 +18,27 @@ from rgp.train.sections import IMAGE_MODELS
 from rgp.train.setup import Parts
 
 
-def publish(folder: RunFolder, settings: Config, parts: Parts, made: dict[str, Any]) -> None:
-    """model/: weights and card, put there as a whole."""
-    draft = folder.path / "model.draft"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(mode=0o755)
-    if settings.model.name in IMAGE_MODELS:
-        save_weights(parts.model, draft / "model.safetensors")
-        about = {
-            "name": settings.model.name,
-            "width": settings.model.width,
-            "affine": settings.model.affine,
-            "weight_standardization": settings.model.weight_standardization,
-            "classes": parts.data.classes,
-            "shape": list(parts.data.shape),
-            "labels": list(parts.data.label_names),
-        }
-        folder.write_json(draft / "model.json", about)
-    else:
-        model: Any = language.without_adapters(copy.deepcopy(parts.model))
-        model.save_pretrained(draft)
-        parts.tokenizer.save_pretrained(draft)
-    folder.write_json(draft / "privacy_card.json", made)
-    folder.write_text(draft / "privacy_card.md", card.card_text(made))
-    shutil.rmtree(folder.model, ignore_errors=True)
-    os.replace(draft, folder.model)
+def publish(folder: RunFolder, settings: Config, parts: Parts, card: dict[str, Any]) -> None:
+    """Write model/, weights and card, as a whole."""
+    with complete_folder(folder.model) as draft:
+        if settings.model.name in IMAGE_MODELS:
+            save_weights(parts.model, draft / "model.safetensors")
+            about = {
+                "name": settings.model.name,
+                "width": settings.model.width,
+                "affine": settings.model.affine,
+                "weight_standardization": settings.model.weight_standardization,
+                "classes": parts.data.classes,
+                "shape": list(parts.data.shape),
+                "labels": list(parts.data.label_names),
+            }
+            folder.write_json(draft / "model.json", about)
+        else:
+            model: Any = language.without_adapters(copy.deepcopy(parts.model))
+            model.save_pretrained(draft)
+            parts.tokenizer.save_pretrained(draft)
+        folder.write_json(draft / "privacy_card.json", card)
+        folder.write_text(draft / "privacy_card.md", card_text(card))
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
@@ -53,7 +49,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
 
 def load_trained(out: Path, data: Any = None) -> tuple[Config, Parts, str]:
-    """(config, parts with the run's weights, where they came from): of the finished model, or the last checkpoint."""
+    """(config, parts with the run's weights, where they came from: the finished model, or the last checkpoint)."""
     from safetensors.torch import load_model
 
     folder = RunFolder(out)

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rgp.train.card import card_text
+from rgp.cards import card_text
 from rgp.train.folder import RunFolder
 from rgp.tuning import accounting as search
 from rgp.tuning.page import search_page

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rgp import accounting
-from rgp.ledger import make_folder
+from rgp.files import make_folder
 from rgp.train import config as configs
 from rgp.train import runner, setup
 from rgp.train.config import Config, ConfigError

@@ -12,19 +12,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rgp.attacks.attacking import threshold_attack
+from rgp.naming import LABELS
+from rgp.train import runner
 from rgp.train.errors import DemoError, RunFolderError
 from rgp.train.folder import RunFolder, free_name
 
 RUNS = {"nonprivate": "digits-nonprivate", "dpsgd": "digits-dpsgd", "rgp": "digits-rgp"}
-NAMES = {"nonprivate": "no privacy", "dpsgd": "DP-SGD", "rgp": "RGP"}
+NAMES = {**LABELS, "nonprivate": "no privacy"}
 
 
 def run_demo(
     out: Path | None, *, epsilon: float, seed: int | None = None, changes: tuple[str, ...] = (), quiet: bool = False
 ) -> dict[str, Any]:
     """Three runs, three attacks, one report. `changes` are --set options for all runs."""
-    from rgp.train import evaluation, runner
-
     if out is None:
         out = free_name(Path("runs/demo"))
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -40,7 +41,7 @@ def run_demo(
     if not quiet:
         print("attacking the three models with the membership test", file=sys.stderr)
     for row in rows:
-        row["attack"] = evaluation.attack_run(Path(row["folder"]))
+        row["attack"] = threshold_attack(Path(row["folder"]))
         _keep_attack(Path(row["folder"]), row["attack"])
     report = runner.write_report(
         [Path(row["folder"]) for row in rows], out / "report.html", lambda text: print(text, file=sys.stderr)
@@ -69,7 +70,7 @@ def _train(preset: str, out: Path, settings: list[str], quiet: bool) -> dict[str
 
 
 def _plain(out: Path) -> dict[str, Any]:
-    """What the run without privacy costs as a plain PyTorch loop: what the private ones must be held against."""
+    """What the run without privacy costs as a plain PyTorch loop: what the private ones are compared with."""
     done = subprocess.run([sys.executable, "-m", "rgp.train.plain", str(out)], capture_output=True, text=True)
     if done.returncode:
         raise DemoError(f"the plain loop failed with exit code {done.returncode}\n{done.stderr}")
