@@ -72,7 +72,8 @@ def test_a_budget_is_met_and_not_exceeded():
     for batch in run:
         run.step(loss_of(model, batch))
     assert 4.9 < run.epsilon() <= 5.0
-    assert list(run) == []
+    with pytest.raises(rgp.WrongUseError, match="nothing left for another"):
+        iter(run)
     run.close()
 
 

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from rgp import accounting, cli
 from rgp.accounting import Event
+from rgp.cards.content import NOT_COVERED
 from rgp.errors import LedgerError
 from rgp.ledger import Ledger
 from rgp.rounding import round_up
 from rgp.streams import Streams
-from rgp.cards.content import NOT_COVERED
 from rgp.train.errors import RunFolderError
 from rgp.tuning import running, trials
 from rgp.tuning.law import Law

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -41,6 +42,9 @@ class Loop:
         self._waiting: Pass | None = None  # the same, as long as it waits for its loss
         self._failed = False  # whether run.step did not get through
         self._stop = False  # whether the loop is to end early
+        self._ended = False  # whether a loop over this run has come to its end
+        self._rates: list[float] = []  # learning rates at the beginning of the step
+        self._watches_rates = True
         self._around = ExitStack()  # what is undone after a pass: random numbers
         self.closed = False
 
@@ -58,13 +62,19 @@ class Loop:
     def __iter__(self) -> Iterator[Any]:
         if self.closed:
             raise WrongUseError("this run is closed; make a new one with privatize, or rgp.resume a saved one")
+        if self._ended:
+            raise WrongUseError(
+                f"all {self._step.mechanism.steps} steps of this run are taken: one loop over it is the whole training, and "
+                "there is nothing left for another. For a loop over epochs, `for epoch in run.epochs(): for batch in epoch:`; "
+                "without epochs, one `for batch in run:`. To train longer, plan more epochs or steps in privatize."
+            )
         self.abandon()
         self._failed = self._stop = self._step.stopped = False
         self._current = token = object()
         return self._batches(token)
 
     def _batches(self, token: object) -> Iterator[Any]:
-        step, loader = self._step, None
+        step, loader, began = self._step, None, self._step.index
         try:
             while not (self.finished or step.stopped):
                 self._check_newest(token)
@@ -72,6 +82,7 @@ class Loop:
                     step.ranks.meet(step.report(STOPS))
                     return
                 step.begin()
+                self._rates = self._learning_rates()
                 index, discarded, parts = step.index, step.releases.discarded, self._microbatches(step.index)
                 if not parts:
                     self._end_step()
@@ -94,6 +105,7 @@ class Loop:
                         break
                 ended = step.index > index or step.releases.discarded > discarded
                 assert ended or self._stop or step.stopped, "the last micro-batch ends its step"
+            self._ended = self.finished and step.index > began
         finally:
             if token is self._current:
                 self.abandon()
@@ -117,6 +129,8 @@ class Loop:
         finally:
             self._waiting = None
             self._quiet()
+        if current.trial is None:
+            self._check_rates()
         if current.ends_batch:
             with without_autocast():
                 self._end_step()
@@ -141,6 +155,19 @@ class Loop:
             self._step.ranks.leave(self._step.report(HERE), error)
 
     # ------------------------------------------------------------------ order
+
+    def _learning_rates(self) -> list[float]:
+        return [float(group.get("lr", 0.0)) for group in self._step.update.optimizer.param_groups]
+
+    def _check_rates(self) -> None:
+        """A learning rate that changes inside a logical batch is a scheduler that is called too often."""
+        if self._watches_rates and (now := self._learning_rates()) != self._rates:
+            self._watches_rates = False  # once is enough
+            warnings.warn(
+                f"the learning rate became {now[0]:g} inside a logical batch: a scheduler is stepped for every "
+                "micro-batch, which is more often than there are steps. Give it to privatize(scheduler=...), or call its step() "
+                "where run.step(loss) returns True. Schedules that need their length have it in len(run)."
+            )
 
     def _check_newest(self, token: object) -> None:
         if token is not self._current:

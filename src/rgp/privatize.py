@@ -128,6 +128,7 @@ def privatize(
         initialised. Every process makes this same call; the first one's weights are sent to the others. docs/distributed.md
     """
     method = RGP() if method is None else method
+    optimizer = unwrapped(optimizer)
     check_arguments(model, optimizer, method, scheduler, budget, public_loss)
     if not method.private and (budget is not None or noise_multiplier != 0 or clip is not None):
         kind = type(method).__name__
@@ -241,6 +242,12 @@ def assemble(
     return Run(step, dataset, loading, streams, rehearse=probe)
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of what accelerate's `prepare` returns."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if type(optimizer).__name__ == "AcceleratedOptimizer" and inner is not None else optimizer
+
+
 def check_arguments(
     model: Any, optimizer: Any, method: Any, scheduler: Any, budget: Any, public_loss: Callable[[], Tensor] | None
 ) -> None:
@@ -249,6 +256,16 @@ def check_arguments(
         raise TypeError(f"method must be one of rgp's methods, such as rgp.RGP(rank=8); got {method!r}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {model!r}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "the model was scripted or traced by torch.jit, which hides its operations from the engine. Give privatize the "
+            "module as it was before."
+        )
+    if type(optimizer).__module__.partition(".")[0] == "opacus":
+        raise TypeError(
+            f"optimizer is Opacus's {type(optimizer).__name__}, which clips and adds noise by itself. Give privatize the torch "
+            "optimizer that it was made from: optimizer.original_optimizer."
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be an instance of a torch.optim class; got {optimizer!r}")
     if isinstance(optimizer, torch.optim.LBFGS):

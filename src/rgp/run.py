@@ -26,6 +26,17 @@ from rgp.step import Step
 from rgp.streams import Streams
 
 
+class Epoch:
+    """One epoch of a run: iterate over it for micro-batches. `number` counts from 1."""
+
+    def __init__(self, number: int, batches: Iterator[Any]) -> None:
+        self.number = number
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+
 class Run:
     """A private training run: iterate over it for micro-batches, give each loss to `step`. Made by `privatize`."""
 
@@ -40,6 +51,38 @@ class Run:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loop)
+
+    def __len__(self) -> int:
+        """Logical steps of the whole run: what a learning-rate schedule and a progress bar need. (A step may come in several
+        micro-batches, so a loop has more rounds.)"""
+        return self.mechanism.steps
+
+    def epochs(self) -> Iterator[Epoch]:
+        """The run in epochs, each as many steps as make one pass over the data on average, for loops over both:
+
+        >>> import torch, rgp
+        >>> model = torch.nn.Linear(8, 2)
+        >>> data = [(torch.randn(8), i % 2) for i in range(64)]
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> run = rgp.privatize(model, optimizer, data, noise_multiplier=1.0, batch_size=16, epochs=2)
+        >>> for epoch in run.epochs():
+        ...     for x, y in epoch:
+        ...         ended = run.step(torch.nn.functional.cross_entropy(model(x), y))
+        >>> run.step_index, epoch.number
+        (8, 2)
+        """
+        steps, size = self.mechanism.steps, self.mechanism.dataset_size
+        length = max(1, round(size / self.mechanism.batch_size(0)))
+        batches = iter(self)
+        for number in range(self.step_index // length + 1, -(-steps // length) + 1):
+            yield Epoch(number, self._until(batches, number * length))
+
+    def _until(self, batches: Iterator[Any], step: int) -> Iterator[Any]:
+        while self.step_index < step and not self.finished:
+            try:
+                yield next(batches)
+            except StopIteration:
+                return
 
     def step(self, loss: Tensor) -> bool:
         """Backward, clip, add up; at the end of a logical batch also noise, rebuild, `optimizer.step()` and zero.

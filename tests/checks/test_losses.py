@@ -192,6 +192,11 @@ def test_a_loss_that_keeps_them_apart_is_not(loss, method):
     assert train(loss, method=method).step_index == 2
 
 
+def test_a_cap_that_is_not_active_yet_is_refused():
+    with pytest.raises(rgp.UnsupportedError, match="a hinge, a cap"):
+        train(lambda model, batch: mean(model, batch).clamp(max=100.0))
+
+
 def test_losses_of_examples_are_looked_at_too():
     def coupled(model, batch):
         return F.cross_entropy(model(batch[0]) @ model(batch[0] + 1).T, torch.arange(len(batch[0])), reduction="none")

@@ -337,6 +337,28 @@ def test_06_norms_do_not_depend_on_autocast_and_matmul_precision(how):
     assert one.norm() > 0.9 * C  # it is clipped, so the norm mattered
 
 
+def test_06_norms_and_sums_are_computed_outside_of_autocast_at_full_precision(monkeypatch):
+    """Whether bfloat16 makes a norm too small depends on luck; that it has no part in it does not."""
+    from rgp import norms
+
+    seen, whole = [], norms.outer_squared_norms
+
+    def spy(left: Tensor, right: Tensor) -> Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_float32_matmul_precision()))
+        return whole(left, right)
+
+    monkeypatch.setattr(norms, "outer_squared_norms", spy)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rows = [(torch.randn(64, 192), 0) for _ in range(2)]
+            released(Tokens(), rows, lambda run, x, y: run.step(run.model(x).float().square().mean((1, 2)).mean()))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen and set(seen) == {(False, "highest")}
+
+
 def test_08_automatic_clipping_with_a_tiny_gamma():
     with pytest.raises(ValueError, match="gamma must be at least 1e-10"):
         rgp.AutoClip(gamma=1e-25)

@@ -487,7 +487,7 @@ PRIVATE = group(
         "hinges between examples",
         "a cap on the mean loss, which is not active yet, is not refused",
         ("checks/kinks.py", "    if _meets_mixtures(loss, last, m):\n", "    if False:\n"),
-        by=("checks/test_losses.py::test_a_loss_that_couples_examples_is_refused[capped-rgp]",),
+        by=("checks/test_losses.py::test_a_cap_that_is_not_active_yet_is_refused",),
     ),
     mutant(
         "parameters of the loss",
@@ -544,9 +544,7 @@ PRIVATE = group(
             "            with without_autocast():\n                return function",
             "            with ExitStack():\n                return function",
         ),
-        by=(
-            "hostile/test_silent_ways.py::test_06_norms_do_not_depend_on_autocast_and_matmul_precision[inside autocast]",
-        ),
+        by=("hostile/test_silent_ways.py::test_06_norms_and_sums_are_computed_outside_of_autocast_at_full_precision",),
     ),
     mutant(
         "a secret left behind",
