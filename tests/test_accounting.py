@@ -365,3 +365,23 @@ def test_examples_in_the_docstrings():
 def test_importing_rgp_does_not_import_the_accountant():
     code = "import sys, rgp.accounting; assert not {'dp_accounting', 'riskcal', 'typer'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_kept_distribution_gives_what_a_bare_accountant_gives():
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    from rgp.composition import compose, make_accountant
+
+    for events in (
+        [Event(0.02, 1.0, 50)],
+        [Event(0.1, 0.7, 10), Event(0.3, 2.0, 5)],
+        [Event(1.0, 3.0, 4), Event(0.01, 0.5, 9)],
+    ):
+        bare = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+        for event in events:
+            release = dp_accounting.GaussianDpEvent(event.noise_multiplier)
+            if event.sampling_rate < 1:
+                release = dp_accounting.PoissonSampledDpEvent(event.sampling_rate, release)
+            bare.compose(release, event.count)
+        assert compose(make_accountant("pld"), events).get_epsilon(1e-5) == bare.get_epsilon(1e-5)

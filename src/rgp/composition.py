@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from rgp.validate import check_count
@@ -189,12 +189,45 @@ def make_accountant(kind: str, interval: float = _INTERVAL, orders: Sequence[flo
 
     neighbours = NeighboringRelation.ADD_OR_REMOVE_ONE
     if kind == "pld":
-        from dp_accounting.pld import PLDAccountant
-
-        return EitherNeighbour(PLDAccountant(neighbours, value_discretization_interval=interval))
+        return EitherNeighbour(_quick_accountant()(neighbours, value_discretization_interval=interval))
     from dp_accounting.rdp import RdpAccountant
 
     return RdpAccountant(orders, neighbours)
+
+
+@cache
+def _quick_accountant() -> Any:
+    """dp-accounting's PLD accountant, which keeps the distribution of a sampled Gaussian: making it is most of the work, and
+    a run that asks for epsilon at every step asks with the same one."""
+    from dp_accounting import dp_event
+    from dp_accounting.pld import PLDAccountant
+
+    class QuickAccountant(PLDAccountant):
+        def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
+            sampled = isinstance(event, dp_event.PoissonSampledDpEvent)
+            if not (do_compose and sampled and isinstance(event.event, dp_event.GaussianDpEvent)):
+                return super()._maybe_compose(event, count, do_compose)
+            if event.event.noise_multiplier <= 0 or not 0 < event.sampling_probability < 1:
+                return super()._maybe_compose(event, count, do_compose)
+            interval = self._value_discretization_interval
+            one = _sampled_gaussian(event.sampling_probability, event.event.noise_multiplier, interval)
+            self._pld: Any = self._pld.compose(one.self_compose(count))
+            return None
+
+    return QuickAccountant
+
+
+@lru_cache(maxsize=8)  # megabytes each
+def _sampled_gaussian(rate: float, sigma: float, interval: float) -> Any:
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+
+    return from_gaussian_mechanism(
+        standard_deviation=sigma,
+        value_discretization_interval=interval,
+        sampling_prob=rate,
+        neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+    )
 
 
 class EitherNeighbour:
