@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PAST_NOISE = "past-noise."  # with the name of its checkpoint: a secret beside secret.json
 NEW = ".new"  # what a file is called while it is being written
 
 
