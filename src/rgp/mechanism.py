@@ -117,6 +117,18 @@ class Mechanism:
         std = self.noise_std(step, sensitivity)
         return std if self.bands == 1 else std * float(_factors(self.coefficients, self.steps)[step])
 
+    def noise_words(self) -> str:
+        """Which noise it is, and what that is worth."""
+        if self.bands == 1:
+            return "independent noise"
+        words = f"noise correlated over {self.bands} steps"
+        if self.worth is None:
+            return words
+        return (
+            f"{words}: noise in the weights {self.worth.in_weights:.1f} times smaller than with independent noise, in a single "
+            f"step {self.worth.of_a_step:.1f} times larger"
+        )
+
     def event(self, step: int) -> Event:
         return self.sampling.event(self.rate(step), self.sigma(step))
 
@@ -329,6 +341,8 @@ def _bands(
         raise ValueError(f"bands={bands!r} (correlated noise) cannot be used: {why}. Or leave bands out.")
     if budget is None:
         return check_count("bands", bands), None
+    if bands == "auto" and workload.most_bands == 1:
+        return 1, None
     asked: dict[str, Any] = {
         "steps": steps,
         "epsilon": budget.epsilon,
