@@ -17,7 +17,7 @@ METHODS: dict[str, type[Method]] = {
     "linear": rgp.LinearProbe,
     "bitfit": rgp.BiTFiT,
 }
-CARRIED = ("rank", "sides", "source", "norm")
+CARRIED = ("rank", "sides", "source", "norm", "keep")
 
 
 @dataclass
@@ -74,6 +74,14 @@ class PrivacyArguments:
     norm: str | None = field(
         default=None, metadata={"help": "rgp: which norm is clipped. Default: intrinsic.", "choices": list(NORMS)}
     )
+    keep: int | None = field(default=None, metadata={"help": "rgp: steps for which carriers stay. Default: 1."})
+    bands: str = field(  # or the number itself; argument parsers know one type per field
+        default="1",
+        metadata={
+            "help": "Steps over which noise is correlated; 1: independent noise; auto: the best number for epsilon. With rgp, "
+            "give keep too."
+        },
+    )
     head_scale: float = field(default=1.0, metadata={"help": "Multiplies the head's gradient before clipping."})
     overrides: str | None = field(  # or the mapping itself; argument parsers know one type per field
         default=None,
@@ -108,6 +116,8 @@ class PrivacyArguments:
                 f"give either epsilon or noise_multiplier; got epsilon={self.epsilon}, "
                 f"noise_multiplier={self.noise_multiplier}"
             )
+        if str(self.bands) != "auto" and not (str(self.bands).isdecimal() and int(self.bands) >= 1):
+            raise ValueError(f"bands must be a whole number of at least 1, or auto; got {self.bands!r}")
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
         self.make_method()
@@ -118,10 +128,16 @@ class PrivacyArguments:
             raise ValueError(f"{', '.join(given)}: method {self.method!r} has no carriers; leave it out, or use rgp")
         return METHODS[self.method](head_scale=self.head_scale, overrides=self.treatments, **given)
 
+    @property
+    def number_of_bands(self) -> int | str:
+        """What `privatize` takes as bands."""
+        return "auto" if self.bands == "auto" else int(self.bands)
+
     def record(self) -> dict[str, Any]:
         """What a run is made with, and cannot change when it is gone on with."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "log_loss"} | {
-            "overrides": dict(self.treatments)
+            "overrides": dict(self.treatments),
+            "bands": str(self.bands),
         }
 
     @property

@@ -63,6 +63,8 @@ def summarize(
         "steps": run.step_index,
         "batch_size": settings.batch_size(0),
         "sampling_rate": settings.rate(0),
+        "bands": settings.bands,
+        "noise": settings.noise_words() if private else None,
         "seed": config.run.seed,
         "wall_seconds": wall_seconds,
         "step_seconds": step_seconds,
@@ -156,7 +158,8 @@ def card_of(
         "unit": unit,
         "neighbours": NEIGHBOURS,
         "sampling": {
-            "kind": "Poisson",
+            "kind": "Poisson" if settings.bands == 1 else "Poisson in groups, by turns",
+            "groups": settings.bands,
             "rate": settings.rate(0),
             "expected_batch_size": settings.batch_size(0),
             "max_batch": settings.sampling.max_batch,
@@ -164,6 +167,7 @@ def card_of(
         },
         "method": method,
         "noise_multiplier": run.noise_multiplier if private else None,
+        "noise": settings.noise_words() if private else None,
         "clip": settings.clip.first,
         "seed_known": seed_known,
         "secure_noise": secure_noise,
@@ -222,10 +226,11 @@ def card_text(card: dict[str, Any]) -> str:
         ("accountant", ACCOUNTANTS[card["accountant"]]),
         (
             "sampling",
-            f"Poisson: each row on its own with probability {sampling['rate']:.6g}, in all {sampling['steps']} steps"
+            _sampling_text(sampling)
             + ("" if sampling["max_batch"] is None else f"; at most {sampling['max_batch']} rows"),
         ),
         ("noise", _or_none(card["noise_multiplier"], "{:g} times the clipping norm, on every released sum")),
+        ("kind of noise", card.get("noise") or "independent noise"),
         ("clipping norm", _or_none(card["clip"], "{:g}")),
         ("method", card["method"]),
         ("random numbers", _randomness(card)),
@@ -249,6 +254,16 @@ def card_text(card: dict[str, Any]) -> str:
     if card["private"]:
         lines += ["Not covered by the guarantee:", "", *(f"- {item}" for item in card["not_covered"]), ""]
     return "\n".join(lines)
+
+
+def _sampling_text(sampling: dict[str, Any]) -> str:
+    steps, groups = sampling["steps"], sampling.get("groups", 1)
+    if groups == 1:
+        return f"Poisson: each row on its own with probability {sampling['rate']:.6g}, in all {steps} steps"
+    return (
+        f"rows are dealt into {groups} groups at random, which take turns in {steps} steps; Poisson: each row of the group on "
+        f"its own with probability {sampling['rate']:.6g}"
+    )
 
 
 def audit_text(audit: dict[str, Any] | None) -> str:

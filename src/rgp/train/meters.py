@@ -69,12 +69,14 @@ class EpsilonSoFar:
     def __init__(self, run: Run) -> None:
         settings = run.mechanism
         event: Any = settings.event(0) if len(settings.events()) == 1 else settings.event
-        self._curve = accounting.epsilon_curve(
-            event, settings.steps, delta=settings.delta, accountant=settings.accountant, points=20
-        )
+        turns = -(-settings.steps // settings.bands)  # of the first group, which spends the most
+        curve = accounting.epsilon_curve(event, turns, delta=settings.delta, accountant=settings.accountant, points=20)
+        self._curve = [(turn * settings.bands, epsilon) for turn, epsilon in curve]
 
     def after(self, run: Run) -> float:
         count = run.ledger.count  # more than the steps, if some were charged twice after a crash
+        if count > run.step_index and run.mechanism.bands > 1:  # twice in which group?
+            return run.epsilon()
         found = next((epsilon for step, epsilon in self._curve if step >= count), None)
         return run.epsilon() if found is None else found
 
