@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from rgp.distributed import Ranks, Traffic
 from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
 from rgp.files import PAST_NOISE, remove
+from rgp.groups import deal
 from rgp.ledger import Ledger
 from rgp.loading import Loading
 from rgp.loop import Loop
@@ -223,6 +225,11 @@ class Run:
         """What a step sends between ranks, and what plain data-parallel training would send."""
         plain = 2 * sum(p.numel() * p.element_size() for p in self._step.trained.trained.values())
         return Traffic(self.ranks.size, self._step.sent_bytes, plain if self.ranks.size > 1 else 0)
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The group of each example, where noise is correlated: private, and for audits alone."""
+        return deal(self._streams, self.mechanism.dataset_size, self.mechanism.bands)
 
     # ------------------------------------------------------------------ diagnostics: private, not covered by the guarantee
 
