@@ -471,6 +471,7 @@ def test_what_cannot_be_computed_again_is_drawn_afresh_and_takes_nothing_back(tm
     c = run.mechanism.coefficients
     new = {(r["step"], r["attempt"]) for r in run.ledger.records} - on_record
     assert len(new) == run.ledger.count - 5 == 12 - 3
+    assert new <= set(source.drawn), "each has fresh noise of its own"
     applied = dict(new)
     assert all(attempt >= 1 for step, attempt in new if step < 5)
     for step in (3, 4):
