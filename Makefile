@@ -35,6 +35,7 @@ test-slow: setup  # what `make test` leaves out: minutes each, or the long form 
 
 torture: setup  # kill a training process at 50 random moments
 	$(BIN)/python tests/torture/kill.py --kills 50
+	$(BIN)/python tests/torture/kill.py --kills 50 --bands 3
 
 attack-suite: setup  # scripts that once got an epsilon that is too small; each has to be refused, noticed or bounded
 	$(BIN)/pytest tests/hostile -m ""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -226,6 +227,34 @@ def test_an_audit_finds_noise_that_is_a_third_of_what_the_ledger_says(tmp_path, 
     monkeypatch.setattr(Releases, "_add_noise", weaker)
     result = audit(*correct(), tmp_path / "audit", progress=Silent())
     assert result["broken"] and result["epsilon_lower"] > result["epsilon_proven"] > 3
+
+
+def correlated(**options):
+    """Four bands and q' = 1: each canary takes part in two of eight steps, mu = sqrt(2) / 1.75 = 0.81 as above."""
+    conf = settings(
+        "budget.noise_multiplier=1.75", "run.seed=7", "method.name=dpsgd", "method.rank=null", "training.bands=4"
+    )
+    return conf, AuditSettings(**{"canaries": 600, "steps": 8, "sampling_rate": 0.25, "rows": 0, "seed": 2, **options})
+
+
+def test_with_correlated_noise_a_canary_is_found_in_the_turns_of_its_group(monkeypatch, tmp_path):
+    conf, _ = correlated()
+    conf = replace(conf, budget=replace(conf.budget, noise_multiplier=1e-4))
+    scores, included, *_ = scores_of(monkeypatch, conf, tmp_path, canaries=24, steps=16, sampling_rate=0.25, rows=0)
+    # the last turn's rows are cut off at the end of the run; all others add up to the whole canary
+    assert (
+        np.all(scores[included] > 3)
+        and np.all(scores[included] < 4.01)
+        and np.allclose(scores[~included], 0, atol=0.02)
+    )
+
+
+def test_an_audit_of_correlated_noise_stays_below_the_proven_epsilon_and_finds_a_third_of_it(tmp_path):
+    result = audit(*correlated(), tmp_path / "audit", progress=Silent())
+    assert 0.3 < result["epsilon_lower"] < result["epsilon_proven"] and not result["broken"]
+    assert result["epsilon_proven"] == pytest.approx(gaussian_epsilon(2**0.5 / 1.75, result["delta"]), rel=0.01)
+    weaker = audit(*correlated(weaken_noise=1 / 3), tmp_path / "weaker", progress=Silent())
+    assert weaker["broken"] and weaker["epsilon_lower"] > weaker["epsilon_proven"] > 3
 
 
 def test_an_audit_with_long_canaries_finds_clipping_that_is_left_out(tmp_path, monkeypatch):

@@ -63,6 +63,31 @@ def test_the_number_of_ranks_does_not_matter(sigma, method, tmp_path):
         assert [r["processes"] for r in found[0]["records"]] == [size] * OPTIONS["steps"]
 
 
+def test_correlated_noise_is_the_first_ranks_alone(tmp_path):
+    """Its past is kept there and nowhere else, also when carriers turn, and comes back when the run is resumed."""
+    options = {"noise_multiplier": 0.7, "method": rgp.RGP(rank=2, keep=2), "bands": 3}
+    alone = alone_with(**options)
+    assert not close(alone["weights"], alone_with(**{**options, "bands": 1})["weights"], 1e-2)
+    found = launch(whole_run, 2, options, tmp_path / "run")
+    assert close(alone["weights"], found[0]["weights"])
+    assert equal(found[0]["weights"], found[1]["weights"])
+    assert [r["group"] for r in found[1]["records"]] == [0, 1, 2, 0, 1, 2]
+    chains = launch(chain_lengths, 2, options, tmp_path / "saved")
+    assert chains == [(2, 2), (0, 0)]
+
+
+def chain_lengths(options: dict[str, Any], folder: Path) -> tuple[int, int]:
+    model, optimizer, data = parts()
+    run = rgp.privatize(model, optimizer, data, folder=folder, **{**OPTIONS, **options})
+    train(run, until=4)
+    run.save(folder)
+    run.ranks.from_first(lambda: None)
+    before = run.releases.chain.length
+    run.ledger.close()
+    model, optimizer, data = parts()
+    return before, rgp.resume(folder, model, optimizer, data).releases.chain.length
+
+
 def public_run() -> dict[str, Any]:
     model, optimizer, data = parts()
     loss = rgp.without_labels(lambda: model(data.x[:6]))

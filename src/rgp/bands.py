@@ -145,8 +145,13 @@ def noise_by_step(
 
 def noise_of_a_step(coefficients: Sequence[float] | np.ndarray, steps: int) -> float:
     """Root mean square over the steps of w_t per unit sigma: what an optimizer sees that looks at single steps."""
+    return math.sqrt(np.square(noise_of_steps(coefficients, steps)).mean())
+
+
+def noise_of_steps(coefficients: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
+    """Standard deviation of each w_t per unit sigma, (T,)."""
     check_count("steps", steps, least=1)
-    return math.sqrt(np.cumsum(_inverse(check_coefficients(coefficients), steps) ** 2).mean())
+    return np.sqrt(np.cumsum(_inverse(check_coefficients(coefficients), steps) ** 2))
 
 
 def _variances(c: np.ndarray, inverse: np.ndarray, momentum: float, rates: np.ndarray) -> np.ndarray:

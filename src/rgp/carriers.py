@@ -151,6 +151,8 @@ class CarrierSearch:
         for (rank, *_), slots in groups.items():
             released = [self._released(slot.entry.name, public) for slot in slots]
             Lt, R = find_carriers(released, source=source, rank=rank, iterations=method.power_iterations, rng=rng)
+            if method.keep > 1:  # a checkpoint gives them back in this order of memory, and products round by it
+                Lt, R = Lt.contiguous(), R.contiguous()
             for i, slot in enumerate(slots):
                 slot.set_carriers(Lt[i], R[i], sides)
 
@@ -214,9 +216,11 @@ class CarrierSearch:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         device = self._trained.device
+        method: Any = self._trained.plan.method
         for name, slot in self._trained.carried.items():
             if f"{name}.L" in state:
-                slot.set_carriers(state[f"{name}.L"].to(device), state[f"{name}.R"].to(device), slot.sides)
+                sides = method.sides_at(0)  # where they alternate, the next step sets its own
+                slot.set_carriers(state[f"{name}.L"].to(device), state[f"{name}.R"].to(device), sides)
 
     def load_initial(self, initial: Mapping[str, Tensor]) -> None:
         device = self._trained.device

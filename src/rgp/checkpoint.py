@@ -7,6 +7,7 @@
       initial.safetensors       W_0, where the method needs it; written once
       secret.json               what the random streams are made of; readable by the owner alone, never to be published,
                                 deleted when the run is finished and saved or closed
+      past-noise.checkpoint-120  what correlated noise has to take back; as secret, and deleted with it
 
 Formal guarantees (tests/test_checkpoint.py, tests/test_torture.py):
 - a crash at any moment leaves the old checkpoint or the new one
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from rgp import methods
 from rgp._version import __version__
 from rgp.distributed import Ranks, find_ranks, share_ledger, share_streams
-from rgp.files import NEW, make_folder, remove, sync_folder, write_atomically, write_file, write_json
+from rgp.files import NEW, PAST_NOISE, make_folder, remove, sync_folder, write_atomically, write_file, write_json
 from rgp.ledger import Ledger
 from rgp.loading import Loading
 from rgp.mechanism import Mechanism
@@ -106,9 +107,13 @@ def save(run: Run, folder: Folder) -> None:
     finished = run.finished
     if not finished:
         _save_secret(run, folder / SECRET, keep=old, name=name)
+        _save_past_noise(run, folder / (PAST_NOISE + name))
     write_file(folder / LATEST, (name + "\n").encode())
     if finished:
         remove(folder / SECRET)
+    for past in folder.glob(PAST_NOISE + "*"):
+        if finished or past.name != PAST_NOISE + name:
+            remove(past)
     for other in folder.glob("checkpoint-*"):
         ours = (other / STATE).exists() or other.suffix == DRAFT  # other programs use such names too
         if ours and other.name != name:
@@ -136,6 +141,7 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
             "state": encoded,
         },
         "scheduler": None if run.scheduler is None else _scheduler_to_json(run.scheduler),
+        "past_noise": len(run.past_noise()),
         "replay": _replay_conditions(run.loading, run.ranks),
         "augments": run.loading.augment is not None,
     }
@@ -150,6 +156,23 @@ def _save_secret(run: Run, path: Path, *, keep: str | None, name: str) -> None:
         private |= {k: v for k, v in json.loads(path.read_text())["private"].items() if k == keep}
     write_json(path, {**secret, "private": private}, mode=0o600)
     run.secret_file = path
+
+
+def _save_past_noise(run: Run, path: Path) -> None:
+    """Nothing, and nothing of an interrupted earlier save, where there is nothing to take back."""
+    past = {str(i): vector.cpu() for i, vector in enumerate(run.past_noise())}
+    if past:
+        write_file(path, _safetensors().save(past), mode=0o600)
+    else:
+        remove(path)
+
+
+def _read_past_noise(path: Path, length: int, ranks: Ranks) -> list[Tensor]:
+    """As many vectors as the checkpoint had, newest first; none on ranks that add no noise, and none if any is missing."""
+    if not ranks.first or not path.exists():
+        return []
+    found = {k: t.clone() for k, t in _safetensors().load_file(path).items()}
+    return [found[str(i)] for i in range(length)] if len(found) == length else []
 
 
 # ---------------------------------------------------------------------- resume
@@ -234,6 +257,8 @@ def resume(
             warnings.warn(ledger.repaired)
         if ranks.first:  # of a process that was killed while it wrote it
             (folder / (SECRET + NEW)).unlink(missing_ok=True)
+            for unfinished in folder.glob(PAST_NOISE + "*" + NEW):
+                unfinished.unlink()
         secret, private = _read_secret(folder / SECRET, name, ranks)
         streams = share_streams(ranks, secret or Streams.from_system())
         _load_weights(model, _read_tensors(here / "model.safetensors", ranks), state["aliases"])
@@ -266,7 +291,11 @@ def resume(
     kinds = {kind: _read_tensors(here / f"{kind}.safetensors", ranks) for kind in ("carriers", "ema", "power")}
     initial = _read_tensors(folder / INITIAL, ranks) if run.initial else None
     same = ranks.from_first(lambda: secret is not None and state["replay"] == _replay_conditions(run.loading, ranks))
-    run.load(state, kinds, initial, private, replay_from=state["ledger"]["count"] if same else ledger.count)
+    past: list[Tensor] = []
+    if same or ledger.count == state["ledger"]["count"]:  # what cannot be computed again forgets: see release.py
+        past = _read_past_noise(folder / (PAST_NOISE + name), state.get("past_noise", 0), ranks)
+    replay_from = state["ledger"]["count"] if same else ledger.count
+    run.load(state, kinds, initial, private, replay_from=replay_from, past_noise=past)
     run.secret_file = folder / SECRET
     if secret is None and not run.finished and ranks.first:
         warnings.warn(

@@ -13,7 +13,8 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rgp import accounting
-from rgp.accounting import Event
+from rgp import bands as correlated
+from rgp.band_choice import choose, evaluate
 from rgp.rounding import finite, percent_up, round_up
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ if typer is not None:
     Accountant = Annotated[
         str, typer.Option(metavar="pld|rdp", help="pld is tight; rdp is larger, for comparison with older papers.")
     ]
+    Bands = Annotated[
+        str,
+        typer.Option(metavar="b|auto", help="Steps over which noise is correlated; 1 is independent noise."),
+    ]
     Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
@@ -67,6 +72,7 @@ def account(
     epochs: Epochs = None,
     delta: Delta = None,
     accountant: Accountant = "pld",
+    bands: Bands = "1",
     as_json: Json = False,
 ) -> None:
     """Noise -> epsilon: what a run spends.
@@ -79,7 +85,10 @@ def account(
       rgp account --noise-multiplier 1.5 --dataset-size 50000 --batch-size 2000 --epochs 90
     """
     rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta)
-    events = [Event(rate, noise_multiplier, steps)]
+    if bands == "auto":
+        raise ValueError("--bands auto needs a budget at which to compare: rgp calibrate --epsilon ... --bands auto")
+    b = _whole_bands(bands, steps)
+    events = list(correlated.events(steps=steps, bands=b, sampling_rate=rate, noise_multiplier=noise_multiplier))
     spent = accounting.epsilon(events, delta=delta, accountant=accountant)
     facts = {
         "epsilon": spent,
@@ -87,6 +96,7 @@ def account(
         "noise_multiplier": noise_multiplier,
         "sampling_rate": rate,
         "steps": steps,
+        **_group_facts(b, rate, steps),
         "accountant": accountant,
         "neighbours": "add-or-remove-one",
     }
@@ -121,6 +131,8 @@ def calibrate(
     epochs: Epochs = None,
     delta: Delta = None,
     accountant: Accountant = "pld",
+    bands: Bands = "1",
+    momentum: Annotated[float, typer.Option(help="With --bands: SGD's momentum; 0 for Adam.")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Epsilon -> noise: the smallest noise multiplier that keeps a run within its budget.
@@ -131,10 +143,19 @@ def calibrate(
     Examples:
       rgp calibrate --epsilon 8 --delta 1e-5 --sampling-rate 0.04 --steps 2250
       rgp calibrate --epsilon 8 --dataset-size 67349 --batch-size 2000 --epochs 30
+      rgp calibrate --epsilon 8 --dataset-size 67349 --batch-size 512 --epochs 1 --bands auto
     """
     rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta)
-    sigma = accounting.calibrate(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, accountant=accountant)
-    spent = accounting.epsilon([Event(rate, sigma, steps)], delta=delta, accountant=accountant)
+    asked: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "steps": steps, "accountant": accountant}
+    choice = None
+    if bands == "auto":  # only their ratio counts
+        choice = choose(**asked, momentum=momentum, dataset_size=10**9, batch_size=rate * 10**9)
+    elif _whole_bands(bands, steps) > 1:
+        choice = evaluate(_whole_bands(bands, steps), sampling_rate=rate, momentum=momentum, **asked)
+    b = 1 if choice is None else choice.bands
+    sigma = correlated.calibrate(sampling_rate=rate, bands=b, **asked)
+    planned = correlated.events(steps=steps, bands=b, sampling_rate=rate, noise_multiplier=sigma)
+    spent = accounting.epsilon(planned, delta=delta, accountant=accountant)
     facts = {
         "noise_multiplier": sigma,
         "epsilon": spent,
@@ -142,6 +163,7 @@ def calibrate(
         "delta": delta,
         "sampling_rate": rate,
         "steps": steps,
+        **_group_facts(b, rate, steps),
         "accountant": accountant,
         "neighbours": "add-or-remove-one",
     }
@@ -149,7 +171,32 @@ def calibrate(
         f"Noise of {round_up(sigma, 4)} times the clipping norm in each of {steps} steps stays within epsilon {epsilon:g}; "
         f"{1 / accounting.RESOLUTION:g} less would not."
     )
+    if choice is not None and b > 1:
+        facts |= {
+            "times_less_noise_in_weights": choice.factor_mean,
+            "times_less_after_last_step": choice.factor_last,
+            "times_more_noise_in_a_step": choice.step_factor,
+        }
+        sentence = sentence.replace("Noise of", "Fresh noise of") + f" {str(choice)[0].upper()}{str(choice)[1:]}."
+    elif bands == "auto":
+        sentence += " Correlated noise would gain less than 5% here: independent noise is the best."
     _show("The least noise for this budget", facts, sentence, as_json)
+
+
+def _whole_bands(bands: str, steps: int) -> int:
+    if not bands.isdecimal() or not 1 <= int(bands) <= steps:
+        raise ValueError(f"--bands {bands} must be auto, or a whole number from 1 to the number of steps, {steps}.")
+    return int(bands)
+
+
+def _group_facts(bands: int, rate: float, steps: int) -> dict[str, Any]:
+    if bands == 1:
+        return {}
+    return {
+        "bands": bands,
+        "rate_in_a_group": correlated.group_rate(rate, bands),
+        "draws_per_group": -(-steps // bands),
+    }
 
 
 def _run(

@@ -81,6 +81,11 @@ class Gradients:
         self._total: Tensor | None = None
         self.examples = self._bad = 0
 
+    @property
+    def size(self) -> int:
+        """Columns of the sum."""
+        return self._size
+
     def begin(self, m: int) -> None:
         """Start a micro-batch of m examples: hand every slot its columns."""
         self._rows = torch.empty(m, self._columns, dtype=self._dtype, device=self._device)

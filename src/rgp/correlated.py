@@ -92,6 +92,17 @@ class Chain:
             moved.append(after)
         self._past = moved
 
+    def secrets(self) -> list[Tensor]:
+        """The past vectors, newest first: for the file that lives and is protected like the run's secret (checkpoint.py)."""
+        return list(self._past)
+
+    def restore(self, past: Sequence[Tensor]) -> None:
+        """Go on from what `secrets` gave."""
+        if len(past) >= self.bands:
+            raise WrongUseError(f"{len(past)} past vectors for {self.bands} bands, which keep at most {self.bands - 1}")
+        self.forget()
+        self._past = [vector.clone().view(-1) for vector in past]
+
     def forget(self) -> None:
         """Start a new chain. Always safe; what the past had added stays in the weights."""
         for past in self._past:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PAST_NOISE = "past-noise."  # with the name of its checkpoint: a secret beside secret.json
 NEW = ".new"  # what a file is called while it is being written
 
 

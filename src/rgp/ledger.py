@@ -64,6 +64,7 @@ class Ledger:
         self.repaired: str | None = None  # what was mended when the ledger was opened
         self._by_step: dict[int, list[int]] = {}  # step -> positions in records
         self._torn_attempt = -1  # the largest attempt that a torn line can have been
+        self._torn: list[int] = []  # positions of torn lines
         self._head = ""
         self._file: int | None = None
         self._size = 0  # bytes on disk that are known to be good
@@ -180,14 +181,36 @@ class Ledger:
         """The number of an attempt at this step whose draw and noise were certainly not used before."""
         return 1 + max([self._torn_attempt, *(r["attempt"] for r in self.of_step(step))])
 
-    def events(self) -> list[Event]:
-        """What the accountant is told: one event per line, equal ones counted together; and those of earlier runs."""
-        settings = [(r["q"], r["sigma"], r.get("max_batch")) for r in self.records]
+    def drawn_before(self, step: int, attempt: int) -> bool:
+        """Whether a release of this step may be on record before that of this attempt; a later one does not count.
+
+        A torn line can stand for the first release of the step that follows the last one on record when it was torn.
+        """
+        own = self._by_step.get(step, [])
+        here = next((i for i in own if self.records[i]["attempt"] == attempt), len(self.records))
+        since = self._by_step.get(step - 1, [-1])[0]
+        return any(i < here for i in own) or any(since < i < here for i in self._torn)
+
+    def events(self, group: int | None = None) -> list[Event]:
+        """What the accountant is told: one event per line, equal ones counted together; and those of earlier runs.
+
+        A line with a group is charged to that group alone, one without (independent noise; a torn line) to everyone. What
+        is told is what no unit of any group was charged more than; with `group`, what its own were charged.
+        """
+        charged: dict[int | None, Counter[tuple[Any, ...]]] = {}
+        for r in self.records:
+            key = (r["q"], r["sigma"], r.get("max_batch"))
+            charged.setdefault(r.get("group"), Counter())[key] += 1
+        total = charged.pop(None, Counter())
+        groups = charged.values() if group is None else [charged.get(group, Counter())]
+        most: Counter[tuple[Any, ...]] = Counter()
+        for counts in groups:
+            most |= counts  # the larger count of each kind: one kind, as in every run with groups, makes it exact
         size = self.header["dataset_size"]
         earlier = [Event(*event) for run in self.header.get("after", ()) for event in run["events"]]
         return earlier + [
             Event(q, sigma, count, max_batch=cap, dataset_size=size if cap is not None else None)
-            for (q, sigma, cap), count in Counter(settings).items()
+            for (q, sigma, cap), count in (total + most).items()
         ]
 
     def check_contains(self, count: int, head: str) -> None:
@@ -208,6 +231,7 @@ class Ledger:
     def _keep(self, record: dict[str, Any]) -> None:
         if record.get("torn"):
             self._torn_attempt = max(self._torn_attempt, record["attempt"])
+            self._torn.append(len(self.records))
         else:
             self._by_step.setdefault(record["step"], []).append(len(self.records))
         self.records.append(record)

@@ -12,19 +12,50 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import groupby
 from numbers import Integral
 from typing import Any
 
-from rgp import accounting
+import numpy as np
+
+from rgp import accounting, band_choice
 from rgp._version import __version__
 from rgp.accounting import Budget, Event
+from rgp.bands import coefficients as best_coefficients
+from rgp.bands import noise_of_steps
 from rgp.clips import Bound, ClipRule, as_rule, rule_from_json
-from rgp.sampling import Poisson
+from rgp.sampling import Cyclic, Poisson
 from rgp.units import Rows, Unit
 from rgp.validate import check_count, per_step
 
 FloatSchedule = float | Callable[[int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth:
+    """What correlated noise is worth beside independent noise of the same epsilon, while carriers stay.
+
+    in_weights, at_the_end: how many times smaller the noise in the weights is, over the run and after the last step
+    of_a_step: how many times larger the noise of a single step is; an optimizer that divides by it, such as Adam, needs a
+        learning rate that is larger by this factor
+    """
+
+    in_weights: float
+    at_the_end: float
+    of_a_step: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What becomes of the noise: the optimizer's momentum and rates, as far as they are known; public.
+
+    most_bands: what memory, or carriers that turn, allow.
+    """
+
+    momentum: float = 0.0
+    rates: Sequence[float] | None = None
+    most_bands: int = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +67,12 @@ class Mechanism:
     clip: how far one unit can move the sum
     sigmas: of each step, the noise's standard deviation over the sensitivity
     method: the name of what trains, for the ledger
+    coefficients: c_0 .. c_{b-1} of noise that takes back what earlier steps added (correlated.py); (1.0,) is independent noise
+    worth: what that is worth beside independent noise, where a budget tells
     """
 
     unit: Unit
-    sampling: Poisson
+    sampling: Poisson | Cyclic
     clip: ClipRule
     sigmas: tuple[float, ...]
     steps: int
@@ -47,6 +80,13 @@ class Mechanism:
     budget: Budget | None
     accountant: str
     method: str
+    coefficients: tuple[float, ...] = (1.0,)
+    worth: Worth | None = None
+
+    @property
+    def bands(self) -> int:
+        """Over how many steps noise is correlated; 1 is independent noise."""
+        return len(self.coefficients)
 
     @property
     def dataset_size(self) -> int:
@@ -68,16 +108,34 @@ class Mechanism:
         return self.clip.bound(step, sigma=self.sigma(step), batch_size=self.batch_size(step), adapted=adapted)
 
     def noise_std(self, step: int, sensitivity: float) -> float:
-        """Of the noise on every entry of a clipped sum, which one unit can move by `sensitivity`."""
+        """Of the fresh noise on every entry of a clipped sum, which one unit can move by `sensitivity`."""
         sigma = self.sigma(step)
         return sigma * sensitivity if sigma > 0 else 0.0
+
+    def noise_of_step(self, step: int, sensitivity: float) -> float:
+        """Of all the noise on every entry of one step's sum, with what it takes back of earlier steps; while carriers stay."""
+        std = self.noise_std(step, sensitivity)
+        return std if self.bands == 1 else std * float(_factors(self.coefficients, self.steps)[step])
+
+    def noise_words(self) -> str:
+        """Which noise it is, and what that is worth."""
+        if self.bands == 1:
+            return "independent noise"
+        words = f"noise correlated over {self.bands} steps"
+        if self.worth is None:
+            return words
+        return (
+            f"{words}: noise in the weights {self.worth.in_weights:.1f} times smaller than with independent noise, in a single "
+            f"step {self.worth.of_a_step:.1f} times larger"
+        )
 
     def event(self, step: int) -> Event:
         return self.sampling.event(self.rate(step), self.sigma(step))
 
     def events(self) -> list[Event]:
         """What the accountant is told of the whole run, as it is planned."""
-        counts = Counter((self.rate(t), self.sigma(t)) for t in range(self.steps))
+        last = -(-self.steps // self.bands)  # turns that the first group has, and no other has more
+        counts = Counter((self.rate(t), self.sigma(t)) for t in range(last))
         return [self.sampling.event(rate, sigma, n) for (rate, sigma), n in counts.items()]
 
     def worst_event(self) -> Event:
@@ -97,6 +155,7 @@ class Mechanism:
     def header(self) -> dict[str, Any]:
         """The ledger's first line: what the run is, and the worst charge a lost line can stand for."""
         worst, event = min(range(self.steps), key=lambda t: self.sigmas[t] / self.rate(t)), self.worst_event()
+        correlated: dict[str, Any] = {"bands": self.bands, "coefficients": list(self.coefficients)}
         return {
             "dataset_size": self.dataset_size,
             "steps": self.steps,
@@ -105,7 +164,12 @@ class Mechanism:
             "epsilon": None if self.budget is None else self.budget.epsilon,
             "method": self.method,
             "version": __version__,
-            "worst": {**self.charge(worst), "q": event.sampling_rate, "sigma": event.noise_multiplier},
+            "worst": {
+                **{k: v for k, v in self.charge(worst).items() if k != "group"},  # nobody knows whose: everyone pays
+                "q": event.sampling_rate,
+                "sigma": event.noise_multiplier,
+            },
+            **(correlated if self.bands > 1 else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -123,15 +187,21 @@ class Mechanism:
             "budget": self.budget and asdict(self.budget),
             "accountant": self.accountant,
             "method": self.method,
+            **({"coefficients": list(self.coefficients)} if self.bands > 1 else {}),
+            **({"worth": asdict(self.worth)} if self.worth is not None else {}),
         }
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Mechanism:
         size = saved["dataset_size"]
         clips = None if saved["clips"] is None else _values(saved["clips"])
+        coefficients = tuple(saved.get("coefficients", (1.0,)))
+        worth = saved.get("worth")
         return cls(
             unit=Rows(size),
-            sampling=Poisson(size=size, batch_sizes=_values(saved["batch_sizes"]), max_batch=saved["max_batch"]),
+            sampling=_sampling(size, _values(saved["batch_sizes"]), len(coefficients), saved["max_batch"]),
+            coefficients=coefficients,
+            worth=worth and Worth(**worth),
             clip=rule_from_json(saved["clip_rule"], clips),
             sigmas=_values(saved["sigmas"]),
             steps=saved["steps"],
@@ -140,6 +210,11 @@ class Mechanism:
             accountant=saved["accountant"],
             method=saved["method"],
         )
+
+
+@lru_cache(maxsize=8)
+def _factors(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
+    return noise_of_steps(coefficients, steps)
 
 
 def _runs(values: Any) -> list[list[Any]]:
@@ -163,10 +238,13 @@ def plan_mechanism(
     clip: Any = 1.0,
     max_batch: int | None = None,
     spent: Sequence[Event] = (),
+    bands: int | str = 1,
+    workload: Workload | None = None,
 ) -> Mechanism:
     """The promise that these arguments of `privatize` make, checked; calibrates the noise where a budget is given.
 
     spent: releases of earlier runs, which the budget covers too.
+    workload: what becomes of the noise, for the choice of bands and their coefficients.
     """
     if (epochs is None) == (steps is None):
         raise ValueError(f"give either epochs or steps; got epochs={epochs!r}, steps={steps!r}")
@@ -182,12 +260,14 @@ def plan_mechanism(
     steps = check_count("steps", steps)
     if max_batch is not None:
         max_batch = check_count("max_batch", max_batch)
-    sampling = Poisson(size=size, batch_sizes=_batch_sizes(batch_size, steps, size), max_batch=max_batch)
-    rule = as_rule(clip, steps)
+    rule, workload = as_rule(clip, steps), workload or Workload()
+    batch_sizes = _batch_sizes(batch_size, steps, size)
 
     delta = budget.delta if budget is not None else delta
     delta = accounting.default_delta(size) if delta is None else delta
     accounting.check_delta(delta, size)
+    b, worth = _bands(bands, workload, steps, size, batch_sizes, max_batch, noise_multiplier, budget, delta)
+    sampling = _sampling(size, batch_sizes, b, max_batch)
     if budget is not None:
         if rule.first is None:
             raise ValueError("clip=None bounds nothing, so no noise can protect anyone; give clip= a number")
@@ -209,6 +289,8 @@ def plan_mechanism(
         budget=budget,
         accountant="pld" if budget is None else budget.accountant,
         method=method,
+        coefficients=tuple(best_coefficients(b, steps, momentum=workload.momentum).tolist()) if b > 1 else (1.0,),
+        worth=worth,
     )
     for step in range(steps) if rule.adapts else ():
         mechanism.bound(step)  # an adaptive rule's noise on the count must fit in every step
@@ -220,14 +302,81 @@ def _batch_sizes(batch_size: Any, steps: int, size: int) -> tuple[int, ...]:
     return per_step("batch_size", batch_size, steps, lambda b: isinstance(b, Integral) and 0 < int(b) <= size, allowed)
 
 
-def _calibrated(budget: Budget, delta: float, sampling: Poisson, spent: Sequence[Event]) -> float:
+def _sampling(size: int, batch_sizes: tuple[int, ...], bands: int, max_batch: int | None) -> Poisson | Cyclic:
+    if bands == 1:
+        return Poisson(size=size, batch_sizes=batch_sizes, max_batch=max_batch)
+    return Cyclic(size=size, batch_sizes=batch_sizes, bands=bands)
+
+
+def _bands(
+    bands: int | str,
+    workload: Workload,
+    steps: int,
+    size: int,
+    batch_sizes: tuple[int, ...],
+    max_batch: int | None,
+    noise_multiplier: Any,
+    budget: Budget | None,
+    delta: float,
+) -> tuple[int, Worth | None]:
+    """The number of bands, checked or chosen, and what it is worth."""
+    if bands == 1 and not isinstance(bands, bool):
+        return 1, None
+    if bands != "auto":
+        if isinstance(bands, str):
+            raise ValueError(f'bands={bands!r} must be a number of steps or "auto"')
+        bands = check_count("bands", bands)
+    why = None
+    if len(set(batch_sizes)) > 1:
+        why = "batch_size is a schedule, and groups are drawn at one rate"
+    elif callable(noise_multiplier):
+        why = "noise_multiplier is a schedule, and noise is taken back in units of one sigma"
+    elif max_batch is not None:
+        why = "the accounting of max_batch is not known for examples that are drawn in groups"
+    elif bands == "auto" and budget is None:
+        why = "there is no budget at which to compare: give budget= in place of noise_multiplier=, or a number of bands"
+    elif isinstance(bands, int) and bands > steps:
+        why = f"the run has {steps} steps, and nothing can be taken back over more"
+    if why is not None:
+        raise ValueError(f"bands={bands!r} (correlated noise) cannot be used: {why}. Or leave bands out.")
+    if budget is None:
+        return check_count("bands", bands), None
+    if bands == "auto" and workload.most_bands == 1:
+        return 1, None
+    asked: dict[str, Any] = {
+        "steps": steps,
+        "epsilon": budget.epsilon,
+        "delta": delta,
+        "accountant": budget.accountant,
+        "momentum": workload.momentum,
+        "rates": workload.rates,
+    }
+    if bands == "auto":
+        chosen = band_choice.choose(
+            **asked,
+            dataset_size=size,
+            batch_size=batch_sizes[0],
+            vector_bytes=1,
+            most_bytes=workload.most_bands - 1,
+        )
+    else:
+        chosen = band_choice.evaluate(check_count("bands", bands), sampling_rate=batch_sizes[0] / size, **asked)
+    if chosen.bands == 1:
+        return 1, None
+    return chosen.bands, Worth(
+        in_weights=chosen.factor_mean, at_the_end=chosen.factor_last, of_a_step=chosen.step_factor
+    )
+
+
+def _calibrated(budget: Budget, delta: float, sampling: Poisson | Cyclic, spent: Sequence[Event]) -> float:
     before = accounting.epsilon(spent, delta=delta, accountant=budget.accountant)
     if before >= budget.epsilon:
         raise ValueError(
             f"the earlier runs that `after` names have spent epsilon {before:.4g} at delta={delta:g}: nothing of the budget of "
             f"{budget.epsilon:g}, which covers them too, is left"
         )
-    counts = Counter(map(sampling.rate, range(len(sampling.batch_sizes))))
+    turns = -(-len(sampling.batch_sizes) // (sampling.bands if isinstance(sampling, Cyclic) else 1))
+    counts = Counter(map(sampling.rate, range(turns)))
 
     def events(sigma: float) -> list[Event]:
         return [*spent, *(sampling.event(rate, sigma, n) for rate, n in counts.items())]

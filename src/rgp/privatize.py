@@ -46,6 +46,7 @@ from rgp.step import Step
 from rgp.streams import Streams
 from rgp.trained import TrainedModel
 from rgp.update import Update
+from rgp.workload import check_carriers, workload_of
 
 
 def privatize(
@@ -66,6 +67,7 @@ def privatize(
     ema: float | None = None,
     microbatch_size: int | None = None,
     max_batch: int | None = None,
+    bands: int | str = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loss_reduction: str = "mean",
     scheduler: Any = None,
@@ -109,6 +111,9 @@ def privatize(
     ema: decay of a running mean of the weights, kept beside them; `with run.averaged():` puts it in their place.
     microbatch_size: examples per forward and backward pass; memory grows with it, the result does not depend on it.
     max_batch: cap on a drawn batch, with the accounting that belongs to it.
+    bands: over how many steps noise is correlated: each step takes back part of what earlier ones added, so that less of it
+        stays in the weights. 1 is independent noise; "auto" finds the best number for a budget, and run.mechanism says
+        what it is worth. RGP needs carriers that stay for it, RGP(keep=K). docs/correlated-noise.md
     loss_reduction: how the loss of a micro-batch was reduced over its examples: "mean", "sum", or "none" for a vector
         of one loss per example, the right choice wherever the mean would mix examples (a mean over all tokens).
     scheduler: its step() is called once per logical step.
@@ -165,7 +170,10 @@ def privatize(
         clip=clip,
         max_batch=max_batch,
         spent=[event for _, events in earlier for event in events],
+        bands=bands,
+        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, steps),
     )
+    check_carriers(method, mechanism.bands)
     mechanism.clip.groups([e.name for e in plan.trained])
     if after is None and min(mechanism.sigmas) > 0:
         check_first(model, dataset)

@@ -4,6 +4,8 @@ Formal guarantees (tests/test_noise.py, test_ledger.py, test_checkpoint.py, test
 - every entry of the sum gets noise of sigma times the sum's own sensitivity, on the first rank, once
 - no rank has a noisy sum before its line in the ledger is durable
 - no noise is used on two sums: a step that comes out differently from what is on record is drawn afresh and charged again
+- correlated noise (correlated.py; tests/test_correlated_runs.py): of each release at most one later one takes something
+  back, and where a step may have been released before, the past is forgotten
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ import hashlib
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rgp import accounting
 from rgp.clipping import ClippedSum
 from rgp.clips import Bound
+from rgp.coordinates import Coordinates
+from rgp.correlated import Chain
 from rgp.distributed import Ranks
 from rgp.ledger import Ledger
 from rgp.mechanism import Mechanism
@@ -36,6 +41,8 @@ class Releases:
         self.discarded = 0  # draws of this step that were on record and came out differently
         self.replay_from = 0
         self._allowed = 0  # releases that are known to fit in the budget
+        self.chain = Chain(mechanism.coefficients)  # of the first rank; the others' stays empty
+        self._coordinates: Coordinates | None = None  # in which its past vectors are
 
     # ------------------------------------------------------------------ attempts
 
@@ -46,6 +53,21 @@ class Releases:
         """The draws to try for a step, in order: those on record that can be computed again, then one never used."""
         recorded = self.ledger.of_step(step, since=self.replay_from) if self.source.replayable else []
         return [*(r["attempt"] for r in recorded), self.ledger.fresh_attempt(step)]
+
+    def follow(self, coordinates: Coordinates) -> None:
+        """Before a batch is drawn: past noise goes along to the coordinates of the step."""
+        if self.chain.length and self._coordinates is not None:
+            turning = self._coordinates.turned_into(coordinates)
+            if turning is None:
+                self.chain.forget()
+            elif not turning.stays:
+                self.chain.move(turning)
+        self._coordinates = coordinates
+
+    def restore(self, past: list[Tensor], coordinates: Coordinates) -> None:
+        """The chain of a saved run; these coordinates are those of its last step."""
+        self.chain.restore(past)
+        self._coordinates = coordinates
 
     def end(self) -> None:
         """The step was taken."""
@@ -67,15 +89,36 @@ class Releases:
 
     def _publish(self, step: int, clipped: ClippedSum, bound: Bound) -> tuple[str | None, bool]:
         """Noise and record, on the first rank alone: (digest of the noisy sum, whether it may be used)."""
-        noisy = self._add_noise(step, clipped)
-        # the digest only serves replay from disk; without a folder there is nothing to replay from
-        digest = None if self.ledger.path is None else hashlib.sha256(noisy.cpu().numpy().data).hexdigest()
-        return digest, self._record(step, digest, bound)
+        try:
+            noisy = self._add_noise(step, clipped)
+            # the digest only serves replay from disk; without a folder there is nothing to replay from
+            digest = None if self.ledger.path is None else hashlib.sha256(noisy.cpu().numpy().data).hexdigest()
+            return digest, self._record(step, digest, bound)
+        except BaseException:
+            self.chain.forget()  # it holds noise of a release that was not made, and may be made yet
+            raise
 
     def _add_noise(self, step: int, clipped: ClippedSum) -> Tensor:
         if (std := self.mechanism.noise_std(step, clipped.sensitivity)) > 0:
-            self.source.add(clipped.total, std=std, step=step, attempt=self.attempt)
+            if self.chain.bands > 1:
+                self._add_correlated(step, clipped)
+            else:
+                self.source.add(clipped.total, std=std, step=step, attempt=self.attempt)
         return clipped.total
+
+    def _add_correlated(self, step: int, clipped: ClippedSum) -> None:
+        """In units of the sensitivity, so that a clip norm may change from step to step.
+
+        A step that may be on record already has taken back what came before it; a second one must not do so too, and starts
+        a new chain. That depends on the lines before its own alone, so that a replay decides as the first time.
+        """
+        if self.ledger.drawn_before(step, self.attempt):
+            self.chain.forget()
+        total = clipped.total
+        precise = torch.float64 if self.source.name == "secure" else total.dtype  # what is rounded is the noisy sum
+        z = torch.zeros(total.numel(), dtype=precise, device=total.device)
+        self.source.add(z, std=self.mechanism.sigma(step), step=step, attempt=self.attempt)
+        total.copy_(total.to(precise).add_(self.chain.next(z), alpha=clipped.sensitivity))
 
     def _record(self, step: int, digest: str | None, bound: Bound) -> bool:
         """Put the release on record. False: it must not be used.
@@ -105,9 +148,10 @@ class Releases:
         if self.discarded + 1 < len(self.attempts(step)):
             return True  # this one is on record and paid for
         ask: dict[str, Any] = {"epsilon": budget.epsilon, "delta": mechanism.delta, "accountant": budget.accountant}
-        spent = ledger.events()
-        more = accounting.affordable_steps(mechanism.worst_event(), at_most=spare, spent=spent, **ask)
-        more = more or accounting.affordable_steps(mechanism.event(step), at_most=1, spent=spent, **ask)
+        turns, group = -(-spare // mechanism.bands), mechanism.charge(step).get("group")
+        more = accounting.affordable_steps(mechanism.worst_event(), at_most=turns, spent=ledger.events(), **ask)
+        own = ledger.events(group)  # of those who can be in this step
+        more = more or accounting.affordable_steps(mechanism.event(step), at_most=1, spent=own, **ask)
         self._allowed = ledger.count + more
         if more:
             return True

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rgp.distributed import Ranks, Traffic
 from rgp.ema import WeightMean
 from rgp.errors import WrongUseError
-from rgp.files import remove
+from rgp.files import PAST_NOISE, remove
+from rgp.groups import deal
 from rgp.ledger import Ledger
 from rgp.loading import Loading
 from rgp.loop import Loop
@@ -123,7 +125,8 @@ class Run:
             return
         self._loop.close()
         if self.secret_file is not None and self.finished:
-            remove(self.secret_file)
+            for secret in (self.secret_file, *self.secret_file.parent.glob(PAST_NOISE + "*")):
+                remove(secret)
         self.ledger.close()
         self._step.update.close(warn=self.ranks.first)
         self._step.trained.give_back()
@@ -266,6 +269,11 @@ class Run:
         plain = 2 * sum(p.numel() * p.element_size() for p in self._step.trained.trained.values())
         return Traffic(self.ranks.size, self._step.sent_bytes, plain if self.ranks.size > 1 else 0)
 
+    @property
+    def groups(self) -> np.ndarray:
+        """The group of each example, where noise is correlated: private, and for audits alone."""
+        return deal(self._streams, self.mechanism.dataset_size, self.mechanism.bands)
+
     # ------------------------------------------------------------------ diagnostics: private, not covered by the guarantee
 
     @property
@@ -321,6 +329,10 @@ class Run:
         """What must never be published."""
         return {"secret": self._streams.secret.hex(), "known": self._streams.known, **self._step.private_state()}
 
+    def past_noise(self) -> list[Tensor]:
+        """What correlated noise has to take back: as secret as the secret. None of noise that is never repeated."""
+        return self.releases.chain.secrets() if self.releases.source.replayable else []
+
     def load(
         self,
         state: Mapping[str, Any],
@@ -329,8 +341,9 @@ class Run:
         private: Mapping[str, Any] | None,
         *,
         replay_from: int,
+        past_noise: list[Tensor] | None = None,
     ) -> None:
-        """The inverse of `state`, `tensors` and `secret_state`."""
+        """The inverse of `state`, `tensors`, `secret_state` and `past_noise`."""
         step = self._step
         step.load(dict(state))
         if private is not None:
@@ -343,3 +356,5 @@ class Run:
         for kept, name in ((step.update.ema, "ema"), (step.update.power, "power")):
             if kept is not None:
                 kept.state = {k: t.to(device) for k, t in tensors[name].items()}
+        if past_noise:
+            step.restore_noise(past_noise)

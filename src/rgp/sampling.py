@@ -1,4 +1,4 @@
-"""Poisson sampling, owned by the run: the rate that is drawn with is the rate that is accounted.
+"""Poisson sampling, plain or in groups, owned by the run: the rate that is drawn with is the rate that is accounted.
 
 Formal guarantees (tests/test_sampling.py):
 - at every step each example is included independently with probability q of that step
@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
+from rgp.bands import group_rate
 from rgp.composition import Event
+from rgp.groups import deal, draw_group
 from rgp.streams import Streams
 
 
@@ -52,6 +54,56 @@ class Poisson:
     def charge(self, step: int) -> dict[str, Any]:
         """What the ledger says of a draw."""
         return {"q": self.rate(step), "batch_size": self.batch_size(step), "max_batch": self.max_batch}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cyclic:
+    """Units are dealt into `bands` groups once; step t draws from group t mod bands alone, so that nobody is drawn twice in
+    `bands` steps, as correlated noise needs it (groups.py, docs/correlated-noise.md).
+
+    batch_sizes: of each step, the expected size of a logical batch and the divisor, as for Poisson; all equal here.
+    """
+
+    name: ClassVar[str] = "cyclic"
+    max_batch: ClassVar[None] = None
+    size: int
+    batch_sizes: tuple[int, ...]
+    bands: int
+
+    def __post_init__(self) -> None:
+        if len(set(self.batch_sizes)) != 1:
+            raise ValueError("batch_size must be one number where noise is correlated: groups are drawn at one rate")
+        group_rate(self.batch_sizes[0] / self.size, self.bands)
+
+    def batch_size(self, step: int) -> int:
+        return self.batch_sizes[step]
+
+    def group(self, step: int) -> int:
+        return step % self.bands
+
+    def rate(self, step: int) -> float:
+        """The probability with which each member of the step's group is drawn: drawn with, charged and accounted."""
+        return group_rate(self.batch_sizes[step] / self.size, self.bands)
+
+    @property
+    def largest_rate(self) -> float:
+        return self.rate(0)
+
+    def draw(self, streams: Streams, step: int, attempt: int) -> np.ndarray:
+        groups = deal(streams, self.size, self.bands)
+        return draw_group(streams, step, groups, self.bands, self.rate(step), attempt=attempt)
+
+    def event(self, rate: float, sigma: float, count: int = 1) -> Event:
+        return Event(rate, sigma, count)
+
+    def charge(self, step: int) -> dict[str, Any]:
+        """A release is charged to its group alone: nobody else can have been in it."""
+        return {
+            "q": self.rate(step),
+            "batch_size": self.batch_size(step),
+            "max_batch": None,
+            "group": self.group(step),
+        }
 
 
 def draw(

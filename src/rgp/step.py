@@ -24,6 +24,7 @@ from rgp.checks.means import check_even
 from rgp.checks.rehearsal import Trial
 from rgp.checks.writes import Writes
 from rgp.clipping import Gradients
+from rgp.coordinates import Coordinates
 from rgp.distributed import HERE, STOPS, RankReport
 from rgp.mechanism import Mechanism
 from rgp.observing import Observer
@@ -105,6 +106,8 @@ class Step:
         self.search.find(self.index)
         self.bound = self.mechanism.bound(self.index, self.adapted)
         self.gradients.begin_batch(self.bound)
+        if self.mechanism.bands > 1 and self.ranks.first:
+            self.releases.follow(Coordinates.of(self.gradients))
         self.begun = True
 
     def enter(self, current: Pass) -> None:
@@ -191,7 +194,7 @@ class Step:
         self.observer.released(self.index, noisy)
         divisor = self.mechanism.batch_size(self.index)
         self.adapted = self.mechanism.clip.after(self.bound, noisy, divisor)
-        noise_std = self.mechanism.noise_std(self.index, clipped.sensitivity)
+        noise_std = self.mechanism.noise_of_step(self.index, clipped.sensitivity)
         self.update.apply(noisy, self.gradients.where, step=self.index, divisor=divisor, noise_std=noise_std)
         self.index += 1
         self.releases.end()
@@ -235,6 +238,11 @@ class Step:
 
     def load(self, state: dict[str, Any]) -> None:
         self.index, self.adapted = state["step"], state["adapted_clip"]
+
+    def restore_noise(self, past: list[Tensor]) -> None:
+        """Correlated noise goes on from these vectors, in the coordinates of the carriers that were loaded."""
+        self.gradients.begin_batch(self.mechanism.bound(min(self.index, self.mechanism.steps - 1), self.adapted))
+        self.releases.restore([v.to(self.trained.device) for v in past], Coordinates.of(self.gradients))
 
     def private_state(self) -> dict[str, Any]:
         """Two counts computed from private data without noise: kept with the secret."""

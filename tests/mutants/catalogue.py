@@ -642,8 +642,8 @@ ACCOUNTING = group(
         "lines that look the same count as one",
         (
             "ledger.py",
-            "for (q, sigma, cap), count in Counter(settings).items()",
-            "for (q, sigma, cap), count in dict.fromkeys(settings, 1).items()",
+            'charged.setdefault(r.get("group"), Counter())[key] += 1',
+            'charged.setdefault(r.get("group"), Counter())[key] = 1',
         ),
         by=("test_ledger.py::test_reading_gives_the_same_ledger", SAMPLER),
     ),
@@ -757,4 +757,159 @@ RANKS = group(
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = (*NOISE, *CLIPPING, *SAMPLING, *PRIVATE, *ACCOUNTING, *METHOD, *RANKS)
+RUNS = "test_correlated_runs.py::"
+MATRIX = RUNS + "test_the_noise_of_a_run_is_that_of_the_matrix_mechanism[0.3]"
+GOES_ALONG = RUNS + "test_past_noise_goes_along_when_carriers_turn"
+AFRESH = RUNS + "test_what_cannot_be_computed_again_is_drawn_afresh_and_takes_nothing_back[microbatch]"
+TURNS = RUNS + "test_nobody_takes_part_twice_in_b_steps_and_everybody_at_the_rate_that_is_charged"
+GROUPS = RUNS + "test_a_release_is_charged_to_its_group_and_the_largest_counts"
+SECRET = RUNS + "test_past_noise_is_a_secret_with_the_secrets_mode_and_life"
+
+CORRELATED = group(
+    "Correlated noise",
+    mutant(
+        "a sign in the chain",
+        "past noise is added once more in place of taken back",
+        ("correlated.py", "part.sub_(past[where], alpha=c)", "part.add_(past[where], alpha=c)"),
+        by=(MATRIX,),
+        fast=True,
+    ),
+    mutant(
+        "a coefficient lost",
+        "the oldest of the past vectors is not taken back",
+        ("correlated.py", "zip(self._c[1:], self._past, strict=False)", "zip(self._c[1:-1], self._past, strict=False)"),
+        by=(MATRIX,),
+    ),
+    mutant(
+        "correlated noise without its unit",
+        "noise is added as if one example could change the sum by 1, whatever C is",
+        ("release.py", "self.chain.next(z), alpha=clipped.sensitivity)", "self.chain.next(z), alpha=1.0)"),
+        by=(MATRIX,),
+    ),
+    mutant(
+        "a P that is not short",
+        "past noise of turned carriers is not taken out of the span of L",
+        ("turning.py", "            At = At - (At @ frame.Lt.T) @ frame.Lt\n", "            pass\n"),
+        by=(GOES_ALONG,),
+    ),
+    mutant(
+        "past noise that stays behind",
+        "carriers turn, and past noise keeps its old coordinates",
+        ("release.py", "                self.chain.move(turning)\n", "                pass\n"),
+        by=(GOES_ALONG,),
+    ),
+    mutant(
+        "carriers that stay forget",
+        "past noise is forgotten at every step",
+        ("release.py", "        if self.ledger.drawn_before(step, self.attempt):\n", "        if True:\n"),
+        by=(MATRIX,),
+    ),
+    mutant(
+        "the chain kept after a redraw",
+        "a step that is drawn again takes back what the discarded one took back already",
+        ("release.py", "        if self.ledger.drawn_before(step, self.attempt):\n", "        if False:\n"),
+        by=(AFRESH, RUNS + "test_a_torn_line_may_be_the_next_step_so_that_one_takes_nothing_back"),
+    ),
+    mutant(
+        "a torn line that was no step",
+        "a torn line does not count as a release of the step that followed",
+        ("ledger.py", " or any(since < i < here for i in self._torn)", ""),
+        by=(RUNS + "test_a_torn_line_may_be_the_next_step_so_that_one_takes_nothing_back",),
+    ),
+    mutant(
+        "correlated noise reused after a replay",
+        "every attempt at a step draws the same fresh noise",
+        (
+            "release.py",
+            "std=self.mechanism.sigma(step), step=step, attempt=self.attempt)",
+            "std=self.mechanism.sigma(step), step=step, attempt=0)",
+        ),
+        by=(AFRESH,),
+    ),
+    mutant(
+        "noise of a release that was not made",
+        "after an append that failed, its noise is taken back although nobody has seen it",
+        ("release.py", "            self.chain.forget()  # it holds", "            pass  # it holds"),
+        by=(RUNS + "test_a_release_that_could_not_be_recorded_leaves_nothing_to_take_back",),
+    ),
+    mutant(
+        "groups that nobody keeps to",
+        "a step draws from everyone, so that an example is drawn again before b steps are over",
+        ("groups.py", "return np.flatnonzero(drawn & (groups == step % bands))", "return np.flatnonzero(drawn)"),
+        by=(TURNS,),
+    ),
+    mutant(
+        "a group sampled twice",
+        "every group is drawn in two steps in a row",
+        ("groups.py", "groups == step % bands", "groups == step // 2 % bands"),
+        by=(TURNS,),
+    ),
+    mutant(
+        "groups by index",
+        "who is in which group can be told from the index, and a row added in front moves everyone",
+        (
+            "groups.py",
+            '(streams.generator("sampling", DEALING).random(size) * bands).astype(np.int64)',
+            "np.arange(size) % bands",
+        ),
+        by=("test_groups.py::test_groups_are_uniform_and_independent",),
+    ),
+    mutant(
+        "q in place of q'",
+        "the members of a group are drawn and charged at the rate of the whole dataset",
+        (
+            "sampling.py",
+            "return group_rate(self.batch_sizes[step] / self.size, self.bands)",
+            "return self.batch_sizes[step] / self.size",
+        ),
+        by=(TURNS, RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group"),
+    ),
+    mutant(
+        "T in place of ceil(T / b)",
+        "noise is calibrated as if every example could be in every step",
+        ("mechanism.py", "(sampling.bands if isinstance(sampling, Cyclic) else 1)", "1"),
+        by=(RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group",),
+    ),
+    mutant(
+        "the last turn left out",
+        "noise is calibrated for T / b turns, rounded down",
+        (
+            "mechanism.py",
+            "    turns = -(-len(sampling.batch_sizes) // (sampling",
+            "    turns = (len(sampling.batch_sizes) // (sampling",
+        ),
+        by=(RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group",),
+    ),
+    mutant(
+        "a group not charged",
+        "epsilon is that of the group that was drawn last for the first time",
+        ("ledger.py", "            most |= counts  #", "            most = counts  #"),
+        by=(GROUPS,),
+    ),
+    mutant(
+        "a torn line that nobody pays",
+        "whose it was is unknown, so nobody is charged",
+        ("ledger.py", "in (total + most).items()", "in (most or total).items()"),
+        by=(GROUPS,),
+    ),
+    mutant(
+        "past noise that anyone can read",
+        "the file has the mode of any other",
+        ("checkpoint.py", "_safetensors().save(past), mode=0o600)", "_safetensors().save(past), mode=0o644)"),
+        by=(SECRET,),
+    ),
+    mutant(
+        "past noise that outlives the run",
+        "the file is left when the run is finished and saved",
+        ("checkpoint.py", "        if finished or past.name !=", "        if past.name !="),
+        by=(SECRET,),
+    ),
+    mutant(
+        "fresh noise is all that Adam is told of",
+        "AdamCorrected takes out the variance of independent noise",
+        ("step.py", "self.mechanism.noise_of_step(self.index", "self.mechanism.noise_std(self.index"),
+        by=(RUNS + "test_adam_is_told_the_noise_of_a_single_step[7]",),
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (*NOISE, *CLIPPING, *SAMPLING, *PRIVATE, *ACCOUNTING, *METHOD, *RANKS, *CORRELATED)

@@ -98,7 +98,7 @@ class CanaryObserver(Observer):
             )
         if run.ranks.size > 1:
             raise ValueError(f"an audit runs in one process; this one has {run.ranks.size} ranks.")
-        self.scores = np.zeros(len(coins))
+        self._products: dict[int, np.ndarray] = {}  # step -> what its release holds of every canary
         self._rng = rng
         self._where: dict[str, slice] | None = None
         run.observe(self)
@@ -183,4 +183,19 @@ class CanaryObserver(Observer):
         clip = self.run.clip_norm
         assert clip is not None
         products = (noisy[self._places].double() * self._signs).sum(1) / (clip * self._width**0.5)
-        self.scores += products.cpu().numpy()
+        self._products[step] = products.cpu().numpy()
+
+    @property
+    def scores(self) -> np.ndarray:
+        """How much of each canary was released. Correlated noise is taken apart first, as anyone can who has the releases: rows
+        of fresh noise, in which a canary that took part is spread out like the coefficients, and only in its group's turns."""
+        steps, bands = self.run.mechanism.steps, self.run.mechanism.bands
+        products = np.zeros((steps, len(self.coins)))
+        for step, found in self._products.items():
+            products[step] = found
+        if bands == 1:
+            return products.sum(0)
+        mix = sum(np.diag(np.full(steps - k, c), -k) for k, c in enumerate(self.run.mechanism.coefficients))
+        matched = mix.T @ mix @ products
+        groups = self.run.groups[self.first : self.first + len(self.coins)]
+        return np.where(np.arange(steps)[:, None] % bands == groups, matched, 0).sum(0)

@@ -57,7 +57,8 @@ def make_card(
         "unit": unit_of(run, row),
         "neighbours": NEIGHBOURS,
         "sampling": {
-            "kind": "Poisson",
+            "kind": "Poisson" if mechanism.bands == 1 else "Poisson in groups, by turns",
+            "groups": mechanism.bands,
             "rate": mechanism.rate(0),
             "expected_batch_size": mechanism.batch_size(0),
             "max_batch": mechanism.sampling.max_batch,
@@ -65,6 +66,7 @@ def make_card(
         },
         "method": method,
         "noise_multiplier": run.noise_multiplier if private else None,
+        "noise": mechanism.noise_words() if private else None,
         "clip": mechanism.clip.first,
         "seed_known": seed_known,
         "secure_noise": secure_noise,

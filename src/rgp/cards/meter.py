@@ -14,11 +14,16 @@ class EpsilonSoFar:
     def __init__(self, run: Run) -> None:
         mechanism = run.mechanism
         event: Any = mechanism.event(0) if len(mechanism.events()) == 1 else mechanism.event
-        self._curve = accounting.epsilon_curve(
-            event, mechanism.steps, delta=mechanism.delta, accountant=mechanism.accountant, points=20
+        turns = -(-mechanism.steps // mechanism.bands)  # those of the first group, which spends the most
+        curve = accounting.epsilon_curve(
+            event, turns, delta=mechanism.delta, accountant=mechanism.accountant, points=20
         )
+        self._curve = [(turn * mechanism.bands, epsilon) for turn, epsilon in curve]
 
     def after(self, run: Run) -> float:
         count = run.ledger.count  # more than the steps, if some were charged twice after a crash
+        twice = count > run.step_index and run.mechanism.bands > 1  # in which group?
+        if twice or run.ledger.header.get("after"):
+            return run.epsilon()
         found = next((epsilon for step, epsilon in self._curve if step >= count), None)
         return run.epsilon() if found is None else found

@@ -46,10 +46,11 @@ def card_text(card: dict[str, Any]) -> str:
         ("accountant", ACCOUNTANTS.get(card["accountant"], card["accountant"])),
         (
             "sampling",
-            f"Poisson: each row on its own with probability {sampling['rate']:.6g}, in all {sampling['steps']} steps"
+            _sampling_text(sampling)
             + ("" if sampling["max_batch"] is None else f"; at most {sampling['max_batch']} rows"),
         ),
         ("noise", _or_none(card["noise_multiplier"], "{:g} times the clipping norm, on every released sum")),
+        ("kind of noise", card.get("noise") or "independent noise"),
         ("clipping norm", _or_none(card["clip"], "{:g}")),
         ("method", card["method"]),
         ("random numbers", _randomness(card)),
@@ -73,6 +74,16 @@ def card_text(card: dict[str, Any]) -> str:
     if card["private"]:
         lines += ["Not covered by the guarantee:", "", *(f"- {item}" for item in card["not_covered"]), ""]
     return "\n".join(lines)
+
+
+def _sampling_text(sampling: dict[str, Any]) -> str:
+    steps, groups = sampling["steps"], sampling.get("groups", 1)
+    if groups == 1:
+        return f"Poisson: each row on its own with probability {sampling['rate']:.6g}, in all {steps} steps"
+    return (
+        f"rows are dealt into {groups} groups at random, which take turns in {steps} steps; Poisson: each row of the group on "
+        f"its own with probability {sampling['rate']:.6g}"
+    )
 
 
 def audit_text(audit: dict[str, Any] | None) -> str:

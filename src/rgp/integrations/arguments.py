@@ -12,7 +12,7 @@ from rgp.composition import ACCOUNTANTS
 from rgp.methods import NORMS, SIDES, SOURCES, Method
 
 METHODS = {name: naming.METHODS[name] for name in ("rgp", "rgp-random", "dpsgd", "linear", "bitfit")}
-CARRIED = ("rank", "sides", "source", "norm")
+CARRIED = ("rank", "sides", "source", "norm", "keep")
 ROW = "one row of the dataset"  # what the sampler draws
 
 
@@ -70,6 +70,14 @@ class PrivacyArguments:
     norm: str | None = field(
         default=None, metadata={"help": "rgp: which norm is clipped. Default: intrinsic.", "choices": list(NORMS)}
     )
+    keep: int | None = field(default=None, metadata={"help": "rgp: steps for which carriers stay. Default: 1."})
+    bands: str = field(  # or the number itself; argument parsers know one type per field
+        default="1",
+        metadata={
+            "help": "Steps over which noise is correlated; 1: independent noise; auto: the best number for epsilon. With rgp, "
+            "give keep too."
+        },
+    )
     head_scale: float = field(default=1.0, metadata={"help": "Multiplies the head's gradient before clipping."})
     overrides: str | None = field(  # or the mapping itself; argument parsers know one type per field
         default=None,
@@ -109,6 +117,8 @@ class PrivacyArguments:
                 f"give either epsilon or noise_multiplier; got epsilon={self.epsilon}, "
                 f"noise_multiplier={self.noise_multiplier}"
             )
+        if str(self.bands) != "auto" and not (str(self.bands).isdecimal() and int(self.bands) >= 1):
+            raise ValueError(f"bands must be a whole number of at least 1, or auto; got {self.bands!r}")
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
         if self.unit not in (ROW, "one row of the training data"):  # the default of earlier versions
@@ -125,10 +135,18 @@ class PrivacyArguments:
         kind: Any = METHODS[self.method]
         return kind(head_scale=self.head_scale, overrides=self.treatments, **given)
 
+    @property
+    def number_of_bands(self) -> int | str:
+        """What `privatize` takes as bands."""
+        return "auto" if self.bands == "auto" else int(self.bands)
+
     def record(self) -> dict[str, Any]:
         """What a run is made with, and must be the same when it is resumed."""
         recorded = (f.name for f in fields(self) if f.name not in ("log_loss", "unit"))
-        return {name: getattr(self, name) for name in recorded} | {"overrides": dict(self.treatments)}
+        return {name: getattr(self, name) for name in recorded} | {
+            "overrides": dict(self.treatments),
+            "bands": str(self.bands),
+        }
 
     @property
     def private(self) -> bool:

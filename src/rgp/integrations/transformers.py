@@ -120,6 +120,8 @@ class PrivateTrainer(ExampleLosses):
         self._begin_state(run, resume_from_checkpoint, trial)
         for line in taken_over(args, self.privacy, self._batch_size, run.mechanism.rate(0)):
             logger.warning(f"private training: {line}")
+        if self.privacy.number_of_bands != 1:
+            logger.warning(f"private training: {run.mechanism.noise_words()}")
         for attribute in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, attribute, getattr(self, attribute))
         self.callback_handler.train_dataloader = run
@@ -291,6 +293,7 @@ class PrivateTrainer(ExampleLosses):
             seed=privacy.noise_seed,
             secure_noise=privacy.secure_noise,
             ema=privacy.ema,
+            bands=privacy.number_of_bands,
             folder=folder,
             **loading,
         )

@@ -37,6 +37,9 @@ def plan(
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3,
     epsilon: Annotated[float, typer.Option(help="The budget of the whole run.")] = 8.0,
     delta: Annotated[float | None, typer.Option(help="1/(10 N) by default, 1e-5 at most.")] = None,
+    bands: Annotated[
+        str, typer.Option(metavar="b|auto", help="Steps over which noise is correlated; 1 is independent noise.")
+    ] = "1",
     world_size: Annotated[int, typer.Option(help="Devices that share a batch.")] = 1,
     sharded: Annotated[bool, typer.Option(help="Spread weights, gradients and optimizer state over them.")] = False,
     memory: Annotated[str | None, typer.Option(help="Of one device, such as 24GB: the largest micro-batch.")] = None,
@@ -75,6 +78,7 @@ def plan(
         epochs=epochs,
         epsilon=epsilon,
         delta=delta,
+        bands=bands,
         world_size=world_size,
         sharded=sharded,
         memory=None if memory is None else question.bytes_from(memory),

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rgp import accounting, methods
+from rgp.band_choice import Choice, choose, evaluate
 from rgp.plan import Entry, Plan, make_plan
 from rgp.planning import models
 from rgp.planning.lora import add_lora
@@ -21,6 +22,7 @@ from rgp.planning.step import (
     private_step,
     stack_of_layers,
 )
+from rgp.workload import LEAST_MEMORY
 
 RESERVE = 0.1  # share of a device's memory for what no plan sees: its context, workspaces of libraries, fragmentation
 DEPTHS = (4, 5)  # layers that stand for a deeper stack: first, second, inner and last, then one more
@@ -33,6 +35,12 @@ class Contender:
     def __init__(self, name: str, question: Question, subject: models.Subject) -> None:
         self.name, self.question, self.subject = name, question, subject
         self._costs: dict[int, Cost] = {}
+        self.bands = 1
+
+    @property
+    def past_noise(self) -> int:
+        """Bytes that correlated noise keeps, on the first rank."""
+        return 0 if self.name == "plain" else (self.bands - 1) * 4 * self.released
 
     @property
     def method(self) -> methods.Method:
@@ -111,11 +119,15 @@ class Contender:
             **parts,
             "activations": cost.activations,
             "per_example": cost.per_example,
+            "past_noise": self.past_noise,
             "peak": peaks[phase],
             "phase": phase.partition(":")[0],
         }
 
     def _peaks(self, cost: Cost) -> dict[str, int]:
+        return {phase: peak + self.past_noise for phase, peak in self._peaks_of(cost).items()}
+
+    def _peaks_of(self, cost: Cost) -> dict[str, int]:
         if not self.question.sharded:
             return cost.peaks
         w = self.question.world_size
@@ -220,9 +232,18 @@ def plan(question: Question) -> dict[str, Any]:
     )
     names = [name for name in METHODS if name in (q.method, *q.against)]
     contenders = {name: Contender(name, q, subject) for name in names}
-    sigma = accounting.calibrate(epsilon=q.epsilon, delta=delta, sampling_rate=rate, steps=steps)
-    rows = [_row(contender, sigma) for contender in contenders.values()]
     chosen = contenders[q.method]
+    noise = _noise(q, chosen, delta=delta, rate=rate, steps=steps)
+    for contender in contenders.values():
+        contender.bands = 1 if noise is None else noise.bands
+    sigma = felt = (
+        accounting.calibrate(epsilon=q.epsilon, delta=delta, sampling_rate=rate, steps=steps)
+        if noise is None
+        else noise.noise_multiplier
+    )
+    if noise is not None:  # independent noise that would leave as much in the weights
+        felt = accounting.calibrate(epsilon=q.epsilon, delta=delta, sampling_rate=rate, steps=steps) / noise.factor_mean
+    rows = [_row(contender, sigma, felt) for contender in contenders.values()]
     top = next(row for row in rows if row["name"] == q.method)
     return {
         "model": q.model,
@@ -232,6 +253,8 @@ def plan(question: Question) -> dict[str, Any]:
         **{key: top[key] for key in ("noise_dimensions", "noise_multiplier", "snr")},
         "sampling_rate": rate,
         "steps": steps,
+        "bands": chosen.bands,
+        "noise": "independent noise" if noise is None else str(noise),
         "epsilon": None if q.method == "plain" else q.epsilon,
         "delta": None if q.method == "plain" else delta,
         "dataset_size": q.dataset_size,
@@ -264,7 +287,25 @@ def plan(question: Question) -> dict[str, Any]:
     }
 
 
-def _row(contender: Contender, sigma: float) -> dict[str, Any]:
+def _noise(q: Question, chosen: Contender, *, delta: float, rate: float, steps: int) -> Choice | None:
+    """What bands were asked for or are best, in as much memory as the model takes and a gigabyte at least; None: independent."""
+    if q.bands == "1" or q.method == "plain":
+        return None
+    momentum = 0.9 if q.optimizer == "sgd" else 0.0
+    asked: dict[str, Any] = {"steps": steps, "epsilon": q.epsilon, "delta": delta, "momentum": momentum}
+    if q.bands != "auto":
+        if int(q.bands) > steps:
+            raise ValueError(f"bands={q.bands} must be at most the number of steps, {steps}")
+        return evaluate(int(q.bands), sampling_rate=rate, **asked)
+    room = max(LEAST_MEMORY, sum(p.numel() * DTYPES[q.dtype].itemsize for p in chosen.whole.parameters()))
+    found = choose(
+        dataset_size=q.dataset_size, batch_size=q.batch, vector_bytes=4 * chosen.released, most_bytes=room, **asked
+    )
+    return found if found.bands > 1 else None
+
+
+def _row(contender: Contender, sigma: float, felt: float) -> dict[str, Any]:
+    """felt: the independent noise that leaves as much in the weights as this run's."""
     q = contender.question
     m = min(q.microbatch, q.share)
     private, dimensions = contender.name != "plain", contender.noise_dimensions
@@ -276,6 +317,6 @@ def _row(contender: Contender, sigma: float) -> dict[str, Any]:
         "network_bytes_per_step": contender.network_bytes(m),
         "noise_dimensions": dimensions,
         "noise_multiplier": sigma if private else None,
-        "snr": signal_to_noise(q.batch, sigma, dimensions) if private else None,
+        "snr": signal_to_noise(q.batch, felt, dimensions) if private else None,
         "largest_microbatch": contender.largest_microbatch(),
     }

@@ -56,6 +56,8 @@ class Question:
     epochs: float = 3
     epsilon: float = 8.0
     delta: float | None = None
+    bands: str = "1"
+    """Steps over which noise is correlated, in memory b - 1 times what is released; carriers are taken to stay. Or auto."""
     world_size: int = 1
     """Ranks that share a batch."""
     sharded: bool = False
@@ -84,6 +86,8 @@ class Question:
             check_one_of("against", name, METHODS)
         for name in ("rank", "batch", "microbatch", "seq", "dataset_size", "world_size", "labels"):
             check_count(name, getattr(self, name))
+        if self.bands != "auto" and not (self.bands.isdecimal() and int(self.bands) >= 1):
+            raise ValueError(f"bands={self.bands!r} must be a whole number of at least 1, or auto")
         if self.batch > self.dataset_size:
             raise ValueError(f"batch={self.batch} must be at most dataset_size={self.dataset_size}")
         if self.batch < self.world_size:

@@ -52,6 +52,9 @@ def _facts(plan: dict[str, Any], console: Console) -> None:
         table.add_row("noise dimensions", f"{plan['noise_dimensions']:,}")
         noise = f"{plan['noise_multiplier']:g} times the clipping norm"
         table.add_row("noise", f"{noise}, for epsilon {plan['epsilon']:g} at delta {plan['delta']:.3g}")
+        if plan["bands"] > 1:
+            own = next(row for row in plan["methods"] if row["name"] == plan["method"])
+            table.add_row("", f"{plan['noise']}; {size(own['memory']['past_noise'])} of past noise are kept")
     console.print(table)
 
 
@@ -72,6 +75,7 @@ _SHORT = {
     "gradients": "grads",
     "activations": "activ.",
     "per_example": "per ex.",
+    "past_noise": "noise",
 }
 
 
@@ -82,6 +86,8 @@ def _memory(plan: dict[str, Any], console: Console) -> None:
     parts = ["weights", "optimizer", "gradients", "activations", "per_example"]
     if any(row["memory"]["initial"] for row in plan["methods"]):
         parts.insert(1, "initial")
+    if any(row["memory"]["past_noise"] for row in plan["methods"]):
+        parts.append("past_noise")
     for part in parts:
         table.add_column(_SHORT.get(part, part), justify="right", no_wrap=True)
     table.add_column("peak", justify="right", style="bold", no_wrap=True)

@@ -87,6 +87,7 @@ def _settings(run: RecordedRun, heading: str = "h2") -> Html:
         ("clipping norm C", words.plain(run.number("clip"))),
         ("expected batch size", words.whole(run.number("batch_size"))),
         ("sampling rate q (Poisson)", f"{rate:.5g}" if rate is not None else "–"),
+        ("noise", run.text("noise") or "–"),
         ("steps", words.whole(steps) + (f" of {words.whole(planned)}" if planned and planned != steps else "")),
         ("accountant", run.text("accountant").upper() or "–"),
         ("parameters", words.whole(run.number("parameters"))),

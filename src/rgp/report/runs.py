@@ -121,7 +121,8 @@ def _guarantee(folder: Path, summary: dict[str, Any]) -> tuple[Meaning | None, l
     q, sigma, steps = (finite(summary.get(key)) for key in ("sampling_rate", "noise_multiplier", "steps"))
     try:
         assert q is not None and sigma is not None and steps is not None
-        return meaning([Event(q, sigma, int(steps))], delta=delta), problems
+        turns = -(-int(steps) // int(finite(summary.get("bands")) or 1))  # of the group that is drawn most often
+        return meaning([Event(q, sigma, turns)], delta=delta), problems
     except (AssertionError, ValueError):
         return None, problems
 

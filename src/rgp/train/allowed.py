@@ -102,6 +102,15 @@ def ranks() -> Allowed:
     return Allowed("a whole number of at least 1, auto, or a mapping from parameter-name patterns to ranks", read)
 
 
+def bands() -> Allowed:
+    one = whole(1)
+
+    def read(value: Any) -> Any:
+        return value if value == "auto" else one.read(value)
+
+    return Allowed("a whole number of at least 1, or auto", read)
+
+
 def clips() -> Allowed:
     one = number(0, above=True)
 

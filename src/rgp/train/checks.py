@@ -98,6 +98,8 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
     if training.max_batch is not None and budget.accountant == "rdp":
         words = f"training.max_batch = {training.max_batch}: needs budget.accountant = pld"
         mistakes.add(words, "training.max_batch", "budget.accountant")
+    if training.bands != 1:
+        _check_bands(config, mistakes)
     if config.run.device != "auto" and not _is_device(config.run.device):
         words = f"run.device = {config.run.device}: must be auto, cpu, cuda or cuda with a number, such as cuda:1"
         mistakes.add(words, "run.device")
@@ -108,6 +110,27 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
         mistakes.add(words, "optimizer.head_first", "optimizer.head_lr")
     _check_names(config.data, config.model, mistakes)
     _check_language(config, mistakes)
+
+
+def _check_bands(config: Config, mistakes: Mistakes) -> None:
+    bands, method, training = config.training.bands, config.method, config.training
+    why = None
+    if not config.private:
+        why, other = f"method {method.name} without noise has nothing to take back, so this must be 1", "method.name"
+    elif training.max_batch is not None:
+        why, other = (
+            "does not go with training.max_batch, whose accounting is not known for groups",
+            "training.max_batch",
+        )
+    elif method.sides == "alternate":
+        why, other = (
+            "needs method.sides = both, left or right: noise of the other side cannot be taken back",
+            "method.sides",
+        )
+    elif bands == "auto" and config.budget.epsilon is None:
+        why, other = "needs budget.epsilon, at which to compare", "budget.epsilon"
+    if why is not None:
+        mistakes.add(f"training.bands = {bands}: {why}", "training.bands", other)
 
 
 def _check_language(config: Config, mistakes: Mistakes) -> None:

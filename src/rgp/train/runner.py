@@ -139,6 +139,7 @@ class Session:
             ema=settings.training.ema,
             microbatch_size=self.batch,
             max_batch=settings.training.max_batch,
+            bands=settings.training.bands,
             collate_fn=parts.data.collate_fn,
             scheduler=parts.scheduler,
             seed=settings.run.seed,
@@ -191,7 +192,8 @@ class Session:
             f"{words}, noise in {plan.noise_dimensions:,} dimensions\n"
             f"{self.config.method.name}: sampling rate {settings.rate(0):.4g}, noise multiplier "
             f"{run.noise_multiplier:g}, clip {settings.clip.first:g}, delta {settings.delta:g}\n"
-            f"privacy unit: {unit_of(run, self.parts.data.row)}"
+            + (f"{settings.noise_words()}\n" if self.config.training.bands != 1 else "")
+            + f"privacy unit: {unit_of(run, self.parts.data.row)}"
         )
 
     # ------------------------------------------------------------------ the loop
@@ -202,7 +204,8 @@ class Session:
         curve = EpsilonSoFar(run) if self.config.private and run.ranks.first else None
         meter = MemoryMeter("cuda" if parts.device.type == "cuda" else "cpu")
         run.save(self.folder.path)
-        progress.start(self.config.method.name, run.step_index, run.mechanism.steps)
+        correlated = f", noise over {run.mechanism.bands} steps" if run.mechanism.bands > 1 else ""
+        progress.start(self.config.method.name + correlated, run.step_index, run.mechanism.steps)
         if self.accuracy is not None:
             progress.accuracy(self.accuracy)
         seen = TrainingStatistics(self.diagnostics)

@@ -11,7 +11,20 @@ import yaml
 
 from rgp.composition import ACCOUNTANTS
 from rgp.naming import METHODS, UNPROTECTED
-from rgp.train.allowed import Allowed, choice, clips, columns, flag, number, ranks, string, texts, treatments, whole
+from rgp.train.allowed import (
+    Allowed,
+    bands,
+    choice,
+    clips,
+    columns,
+    flag,
+    number,
+    ranks,
+    string,
+    texts,
+    treatments,
+    whole,
+)
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "adam-corrected")
 IMAGE_MODELS = ("small-cnn", "tiny-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-4", "wrn-28-4", "wrn-40-4")
@@ -132,6 +145,7 @@ class TrainingConfig:
     ema: float | None = key(None, number(0, high=1, below=True), "decay of a running mean of the weights, e.g. 0.999")
     microbatch_size: int | None = key(None, whole(1), "examples that go through the model at once (32)")
     max_batch: int | None = key(None, whole(1), "cap on the examples of a step, with the accounting for it")
+    bands: Any = key(1, bands(), "steps over which noise is correlated; auto: the best number for the budget")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,8 @@ def summarize(
         "clip": mechanism.clip.first,
         "steps": run.step_index,
         "batch_size": mechanism.batch_size(0),
+        "bands": mechanism.bands,
+        "noise": mechanism.noise_words() if private else None,
         "sampling_rate": mechanism.rate(0),
         "seed": config.run.seed,
         "wall_seconds": wall_seconds,

@@ -40,7 +40,7 @@ class Trial:
 
     def privatize(self, model: Any, optimizer: Any, dataset: Any, **options: Any) -> Run:
         """`rgp.privatize` with this trial's batch size, steps and noise; once in a trial."""
-        fixed = {"batch_size", "steps", "noise_multiplier", "delta", "seed", "budget", "epochs", "max_batch"}
+        fixed = {"batch_size", "steps", "noise_multiplier", "delta", "seed", "budget", "epochs", "max_batch", "bands"}
         if taken := sorted(fixed & set(options)):
             raise ValueError(f"{', '.join(taken)}: the search has fixed it; leave it out of trial.privatize")
         if self._runs:
