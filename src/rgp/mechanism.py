@@ -21,7 +21,7 @@ from rgp._version import __version__
 from rgp.accounting import Budget, Event
 from rgp.clips import Bound, ClipRule, as_rule, rule_from_json
 from rgp.sampling import Poisson
-from rgp.units import Rows, Unit
+from rgp.units import Rows, Unit, unit_from_json
 from rgp.validate import check_count, per_step
 
 FloatSchedule = float | Callable[[int], float]
@@ -50,7 +50,7 @@ class Mechanism:
 
     @property
     def dataset_size(self) -> int:
-        """N, public."""
+        """N, the number of units; public."""
         return self.unit.size
 
     def batch_size(self, step: int) -> int:
@@ -99,6 +99,7 @@ class Mechanism:
         worst, event = min(range(self.steps), key=lambda t: self.sigmas[t] / self.rate(t)), self.worst_event()
         return {
             "dataset_size": self.dataset_size,
+            **self._unit_json(),
             "steps": self.steps,
             "delta": self.delta,
             "accountant": self.accountant,
@@ -113,6 +114,7 @@ class Mechanism:
         planned = [self.clip.planned(t) for t in range(self.steps)]
         return {
             "dataset_size": self.dataset_size,
+            **self._unit_json(),
             "steps": self.steps,
             "batch_sizes": _runs(self.sampling.batch_sizes),
             "max_batch": self.sampling.max_batch,
@@ -125,12 +127,17 @@ class Mechanism:
             "method": self.method,
         }
 
+    def _unit_json(self) -> dict[str, Any]:
+        return (
+            {} if isinstance(self.unit, Rows) else {"unit": self.unit.to_json()}
+        )  # rows are what files mean without it
+
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Mechanism:
         size = saved["dataset_size"]
         clips = None if saved["clips"] is None else _values(saved["clips"])
         return cls(
-            unit=Rows(size),
+            unit=unit_from_json(saved.get("unit"), size),
             sampling=Poisson(size=size, batch_sizes=_values(saved["batch_sizes"]), max_batch=saved["max_batch"]),
             clip=rule_from_json(saved["clip_rule"], clips),
             sigmas=_values(saved["sigmas"]),
@@ -152,7 +159,8 @@ def _values(runs: list[list[Any]]) -> tuple[Any, ...]:
 
 def plan_mechanism(
     *,
-    size: int,
+    size: int | None = None,
+    unit: Unit | None = None,
     method: str,
     batch_size: Any,
     budget: Budget | None = None,
@@ -166,8 +174,13 @@ def plan_mechanism(
 ) -> Mechanism:
     """The promise that these arguments of `privatize` make, checked; calibrates the noise where a budget is given.
 
+    size: the number of rows; or unit, if it is not a row.
     spent: releases of earlier runs, which the budget covers too.
     """
+    if unit is None:
+        assert size is not None
+        unit = Rows(size)
+    size = unit.size
     if (epochs is None) == (steps is None):
         raise ValueError(f"give either epochs or steps; got epochs={epochs!r}, steps={steps!r}")
     if (budget is None) == (noise_multiplier is None):
@@ -182,7 +195,7 @@ def plan_mechanism(
     steps = check_count("steps", steps)
     if max_batch is not None:
         max_batch = check_count("max_batch", max_batch)
-    sampling = Poisson(size=size, batch_sizes=_batch_sizes(batch_size, steps, size), max_batch=max_batch)
+    sampling = Poisson(size=size, batch_sizes=_batch_sizes(batch_size, steps, unit), max_batch=max_batch)
     rule = as_rule(clip, steps)
 
     delta = budget.delta if budget is not None else delta
@@ -200,7 +213,7 @@ def plan_mechanism(
         if not all(s > 0 for s in sigmas):
             warnings.warn("noise_multiplier is 0: NOTHING IS PRIVATE in this run, and its epsilon is infinite.")
     mechanism = Mechanism(
-        unit=Rows(size),
+        unit=unit,
         sampling=sampling,
         clip=rule,
         sigmas=sigmas,
@@ -215,8 +228,11 @@ def plan_mechanism(
     return mechanism
 
 
-def _batch_sizes(batch_size: Any, steps: int, size: int) -> tuple[int, ...]:
+def _batch_sizes(batch_size: Any, steps: int, unit: Unit) -> tuple[int, ...]:
+    size = unit.size
     allowed = f"an integer from 1 to the dataset's size {size}"
+    if not isinstance(unit, Rows):
+        allowed = f"an integer from 1 to the number of units {size} (it counts each {unit.short} once)"
     return per_step("batch_size", batch_size, steps, lambda b: isinstance(b, Integral) and 0 < int(b) <= size, allowed)
 
 
