@@ -42,6 +42,12 @@ if typer is not None:
     Steps = Annotated[int | None, typer.Option(help="Number of batches drawn, empty ones included.")]
     Size = Annotated[int | None, typer.Option("--dataset-size", help="Number of examples N.")]
     Batch = Annotated[int | None, typer.Option("--batch-size", help="Expected batch size B; q is then B / N.")]
+    Units = Annotated[
+        int | None,
+        typer.Option(
+            help="Number of persons U, where a person has several rows: in place of --dataset-size, and B counts persons."
+        ),
+    ]
     Epochs = Annotated[
         float | None, typer.Option(help="Passes over the data; the number of steps is then epochs times N / B.")
     ]
@@ -64,6 +70,7 @@ def account(
     dataset_size: Size = None,
     batch_size: Batch = None,
     epochs: Epochs = None,
+    units: Units = None,
     delta: Delta = None,
     accountant: Accountant = "pld",
     as_json: Json = False,
@@ -77,7 +84,7 @@ def account(
       rgp account --noise-multiplier 1.5 --sampling-rate 0.04 --steps 2250 --delta 1e-5
       rgp account --noise-multiplier 1.5 --dataset-size 50000 --batch-size 2000 --epochs 90
     """
-    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta)
+    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta, units)
     events = [Event(rate, noise_multiplier, steps)]
     spent = accounting.epsilon(events, delta=delta, accountant=accountant)
     facts = {
@@ -88,6 +95,7 @@ def account(
         "steps": steps,
         "accountant": accountant,
         "neighbours": "add-or-remove-one",
+        **({} if units is None else {"units": units}),
     }
     sentence = "Without noise there is no privacy: epsilon is infinite."
     if accountant == "pld":
@@ -118,6 +126,7 @@ def calibrate(
     dataset_size: Size = None,
     batch_size: Batch = None,
     epochs: Epochs = None,
+    units: Units = None,
     delta: Delta = None,
     accountant: Accountant = "pld",
     as_json: Json = False,
@@ -130,8 +139,9 @@ def calibrate(
     Examples:
       rgp calibrate --epsilon 8 --delta 1e-5 --sampling-rate 0.04 --steps 2250
       rgp calibrate --epsilon 8 --dataset-size 67349 --batch-size 2000 --epochs 30
+      rgp calibrate --epsilon 8 --units 6920 --batch-size 500 --epochs 30
     """
-    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta)
+    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta, units)
     sigma = accounting.calibrate(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, accountant=accountant)
     spent = accounting.epsilon([Event(rate, sigma, steps)], delta=delta, accountant=accountant)
     facts = {
@@ -143,6 +153,7 @@ def calibrate(
         "steps": steps,
         "accountant": accountant,
         "neighbours": "add-or-remove-one",
+        **({} if units is None else {"units": units}),
     }
     sentence = (
         f"Noise of {_up(sigma)} times the clipping norm in each of {steps} steps stays within epsilon {epsilon:g}; "
@@ -158,9 +169,17 @@ def _run(
     batch_size: int | None,
     epochs: float | None,
     delta: float | None,
+    units: int | None = None,
 ) -> tuple[float, int, float]:
     """(rate, steps, delta), from whichever of the two complete sets of options was given."""
     sizes = {"--dataset-size": dataset_size, "--batch-size": batch_size, "--epochs": epochs}
+    if units is not None:
+        if dataset_size is not None:
+            raise ValueError(
+                f"--units {units} and --dataset-size {dataset_size} both say how many there are to draw from: with persons, "
+                "it is their number that sampling rates and delta refer to. Give --units alone."
+            )
+        sizes, dataset_size = {**sizes, "--units": units}, units
     given = {"--sampling-rate": rate, "--steps": steps, **sizes}
     named = " ".join(name for name, value in given.items() if value is not None) or "none of them"
     if rate is not None and steps is not None and all(value is None for value in sizes.values()):
@@ -177,7 +196,8 @@ def _run(
         )
     planned = accounting.planned_steps(epochs, dataset_size, batch_size)
     if batch_size > dataset_size:
-        raise ValueError(f"--batch-size {batch_size} must be at most --dataset-size {dataset_size}.")
+        what = "--dataset-size" if units is None else "--units"
+        raise ValueError(f"--batch-size {batch_size} must be at most {what} {dataset_size}.")
     if delta is None:
         delta = accounting.default_delta(dataset_size)
     accounting.check_delta(delta, dataset_size)

@@ -85,6 +85,11 @@ class Members:
         """Of the whole dataset; private, because a unit more brings all its rows."""
         return len(self._of_row)
 
+    @property
+    def of_rows(self) -> np.ndarray:
+        """The number of each row's unit; private."""
+        return self._of_row
+
     def of(self, unit: int) -> np.ndarray:
         """All rows of a unit."""
         return self._order[self._starts[unit] : self._starts[unit + 1]]

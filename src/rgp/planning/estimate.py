@@ -69,6 +69,9 @@ class Question:
     """Examples that go through the model at once, on each rank."""
     seq: int = 128
     dataset_size: int = 67349
+    """Units to draw from: rows, or persons with rows_per_unit rows each."""
+    rows_per_unit: int = 1
+    """Rows of a drawn person that a step uses, at most; of rows, 1."""
     epochs: float = 3
     epsilon: float = 8.0
     delta: float | None = None
@@ -100,7 +103,7 @@ class Question:
         for name in self.against:
             if name not in METHODS:
                 raise ValueError(f"against={name!r} must be among {', '.join(METHODS)}")
-        for name in ("rank", "batch", "microbatch", "seq", "dataset_size", "world_size", "labels"):
+        for name in ("rank", "batch", "microbatch", "seq", "dataset_size", "rows_per_unit", "world_size", "labels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.batch > self.dataset_size:
@@ -114,8 +117,8 @@ class Question:
 
     @property
     def share(self) -> int:
-        """Expected examples of a logical batch on one rank."""
-        return math.ceil(self.batch / self.world_size)
+        """Expected rows of a logical batch on one rank, if every unit has as many as are used."""
+        return math.ceil(self.batch * self.rows_per_unit / self.world_size)
 
 
 class Contender:
@@ -326,6 +329,7 @@ def plan(question: Question) -> dict[str, Any]:
         "epsilon": None if q.method == "plain" else q.epsilon,
         "delta": None if q.method == "plain" else delta,
         "dataset_size": q.dataset_size,
+        "rows_per_unit": q.rows_per_unit,
         "batch": q.batch,
         "microbatch": min(q.microbatch, q.share),
         "seq": q.seq,
@@ -363,7 +367,7 @@ def _row(contender: Contender, sigma: float) -> dict[str, Any]:
         "name": contender.name,
         "trainable": contender.trainable,
         "memory": contender.memory(m),
-        "flops_per_step": contender.cost(m).flops_of(q.batch / m, ranks=q.world_size),
+        "flops_per_step": contender.cost(m).flops_of(q.batch * q.rows_per_unit / m, ranks=q.world_size),
         "network_bytes_per_step": contender.network_bytes(m),
         "noise_dimensions": dimensions,
         "noise_multiplier": sigma if private else None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
@@ -22,6 +23,7 @@ from rgp.run import Run
 from rgp.train.config import Config
 from rgp.train.folder import RunFolder
 from rgp.train.setup import Parts
+from rgp.units import Persons, Rows
 
 NOT_COVERED = [
     "several rows of one person: k rows are protected by no more than k times epsilon",
@@ -72,9 +74,10 @@ def summarize(
         "noise_dimensions": run.plan.noise_dimensions if private else 0,
         "finished": run.finished,
         "planned_steps": settings.steps,
-        "training_rows": settings.dataset_size,
-        "held_out_rows": len(parts.data.test),
-        "unit": parts.data.unit,
+        **_counts(run),
+        # a person more brings all their rows: of persons, no number of rows is public
+        "held_out_rows": len(parts.data.test) if isinstance(settings.unit, Rows) else None,
+        "unit": unit_words(run, parts.data.unit),
         "secure_noise": config.run.secure_noise,
         "releases": run.ledger.count,
         "ledger_head": run.ledger.head,
@@ -153,7 +156,7 @@ def card_of(
         "epsilon": spent if private else None,
         "delta": settings.delta if private else None,
         "accountant": settings.accountant if private else None,
-        "unit": unit,
+        "unit": unit_words(run, unit),
         "neighbours": NEIGHBOURS,
         "sampling": {
             "kind": "Poisson",
@@ -168,11 +171,11 @@ def card_of(
         "seed_known": seed_known,
         "secure_noise": secure_noise,
         "dataset": bare_name(dataset),
-        "training_rows": settings.dataset_size,
+        **_counts(run),
         "model": bare_name(model),
         "parameters": sum(e.size for e in run.plan),
         "preprocessing": {str(k): _plain(v) for k, v in (preprocessing or {}).items()},
-        "not_covered": NOT_COVERED,
+        "not_covered": NOT_COVERED if isinstance(settings.unit, Rows) else persons_not_covered(settings.unit),
         "audit": None,  # filled in by `rgp audit --run`
         "attack_run": False,  # whether `rgp attack` was; its results are about private rows, and never here
         "ledger": {"releases": run.ledger.count, "head": run.ledger.head},
@@ -187,7 +190,7 @@ def card_of(
 
 def card_text(card: dict[str, Any]) -> str:
     """The card as Markdown, for people."""
-    lines = ["# Privacy card", ""]
+    lines, noun = ["# Privacy card", ""], card.get("unit_noun", "row")
     if not card["private"]:
         lines += [
             "**This model is NOT private.** It was trained without noise: it may reproduce rows of its training data,",
@@ -206,8 +209,8 @@ def card_text(card: dict[str, Any]) -> str:
         if "attack_bound" in card:
             rate = math.ceil(card["attack_bound"]["true_positive_rate"] * 1e4) / 100
             lines.append(
-                "An attacker who knows everything but whether a row was used, and may be wrong about 1% of the unused\n"
-                f"rows, recognises at most {rate:.2f}% of the used ones."
+                f"An attacker who knows everything but whether a {noun} was used, and may be wrong about 1% of the unused\n"
+                f"{noun}s, recognises at most {rate:.2f}% of the used ones."
             )
         lines.append("")
     if card["seed_known"]:
@@ -222,8 +225,8 @@ def card_text(card: dict[str, Any]) -> str:
         ("accountant", ACCOUNTANTS[card["accountant"]]),
         (
             "sampling",
-            f"Poisson: each row on its own with probability {sampling['rate']:.6g}, in all {sampling['steps']} steps"
-            + ("" if sampling["max_batch"] is None else f"; at most {sampling['max_batch']} rows"),
+            f"Poisson: each {noun} on its own with probability {sampling['rate']:.6g}, in all {sampling['steps']} steps"
+            + ("" if sampling["max_batch"] is None else f"; at most {sampling['max_batch']} {noun}s"),
         ),
         ("noise", _or_none(card["noise_multiplier"], "{:g} times the clipping norm, on every released sum")),
         ("clipping norm", _or_none(card["clip"], "{:g}")),
@@ -231,7 +234,11 @@ def card_text(card: dict[str, Any]) -> str:
         ("random numbers", _randomness(card)),
         ("audit", audit_text(card.get("audit"))),
         ("membership attack", "was run; its results are private" if card.get("attack_run") else "was not run"),
-        ("data", f"{card['dataset']}, {card['training_rows']:,} training rows (this number counts as public)"),
+        (
+            "data",
+            f"{card['dataset']}, {card.get('training_units') or card['training_rows']:,} training {noun}s (this number counts as "
+            "public)",
+        ),
         ("model", f"{card['model']}, {card['parameters']:,} parameters"),
         ("record", f"{card['ledger']['releases']} releases, ledger head `{card['ledger']['head']}`"),
         ("code", f"rgp {card['code']['rgp']}, torch {card['code']['torch']}, Python {card['code']['python']}"),
@@ -288,8 +295,31 @@ def _amend(folder: RunFolder, name: str, value: Any) -> None:
 
 
 def short_unit(unit: str) -> str:
-    """The words 'one row' of 'one row of the training data'."""
-    return unit.split(" of ")[0]
+    """The words 'one row' of 'one row of the training data', 'one person' of 'one person (column who), at most 8 rows'."""
+    return re.split(r" of | \(|, ", unit)[0]
+
+
+def unit_words(run: Run, rows: str) -> str:
+    """What one unit is, because the sampler did it; `rows`: what a row of these data is, where a unit is a row."""
+    unit = run.mechanism.unit
+    return rows if isinstance(unit, Rows) else unit.describe()
+
+
+def _counts(run: Run) -> dict[str, Any]:
+    """How many units there were, which is public; of rows only where they are the units."""
+    unit = run.mechanism.unit
+    rows = unit.size if isinstance(unit, Rows) else None
+    return {"training_rows": rows, "training_units": unit.size, "unit_noun": unit.short}
+
+
+def persons_not_covered(unit: Persons) -> list[str]:
+    """With units of several rows, what a person has many of is covered; who counts as one person is not checked."""
+    return [
+        f"one {unit.noun} under several ids: ids are taken as they are, and each is protected on its own",
+        f"what {unit.noun}s have in common, such as a household: each is protected on its own",
+        f"the number of training {unit.noun}s, and the names and number of classes, which count as public",
+        *NOT_COVERED[2:],
+    ]
 
 
 def _big(value: float) -> str:

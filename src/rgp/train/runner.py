@@ -143,6 +143,7 @@ class Session:
             workers=settings.run.workers,
             pin_memory=parts.device.type == "cuda",
             lengths=getattr(parts.data.train, "lengths", None),
+            units=parts.data.members,
             public_loss=parts.public_loss,
         )
         folder.write_text(folder.config, settings.to_yaml())
@@ -164,6 +165,7 @@ class Session:
             workers=self.config.run.workers,
             pin_memory=parts.device.type == "cuda",
             lengths=getattr(parts.data.train, "lengths", None),
+            units=parts.data.members,
             augment=setup.make_augment(self.config.training),
             public_loss=parts.public_loss,
             method=parts.method,
@@ -187,7 +189,7 @@ class Session:
             f"{words}, noise in {plan.noise_dimensions:,} dimensions\n"
             f"{self.config.method.name}: sampling rate {settings.rate(0):.4g}, noise multiplier "
             f"{run.noise_multiplier:g}, clip {settings.clip.first:g}, delta {settings.delta:g}\n"
-            f"privacy unit: {self.parts.data.unit}"
+            f"privacy unit: {card.unit_words(run, self.parts.data.unit)}"
         )
 
     # ------------------------------------------------------------------ the loop

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from rgp.train.allowed import Allowed, choice, clips, columns, flag, number, ranks, string, texts, treatments, whole
+from rgp.units import ROWS_PER_UNIT
 
 METHODS = (
     *("rgp", "rgp-random", "dpsgd", "dp-powersgd", "dp-lora", "linear", "bitfit"),
@@ -55,6 +56,12 @@ class DataConfig:
         None, choice("document", "line", "block"), "language models: what one example is, and what is protected"
     )
     block: int = key(128, whole(2), "language models: tokens of a block")
+    units: str | None = key(
+        None,
+        string(),
+        "column that says whose a row is: persons are protected, not rows; with unit block also document",
+    )
+    rows_per_unit: int = key(ROWS_PER_UNIT, whole(1), "with units: rows of a person that a step uses at most")
     image_size: int | None = key(None, whole(1), "height and width to which the images of a folder are brought")
 
 
@@ -124,7 +131,9 @@ class BudgetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    batch_size: int = key(256, whole(1), "expected examples of a step; each is drawn on its own")
+    batch_size: int = key(
+        256, whole(1), "expected examples of a step (with data.units, persons); each is drawn on its own"
+    )
     epochs: float | None = key(None, number(0, above=True), "length of the run in passes over the data")
     steps: int | None = key(None, whole(1), "length of the run in steps, in place of epochs")
     clip: Any = key(None, clips(), "largest gradient norm of one example; or one per parameter-name pattern")
