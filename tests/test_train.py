@@ -326,7 +326,8 @@ def test_texts(tmp_path):
     transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **shape).save_pretrained(
         tmp_path / "bert"
     )
-    rows = [{"text": f"very {('bad', 'good')[i % 2]} film", "label": i % 2} for i in range(120)]
+    # of different lengths: rows that are equal are on one side of the split
+    rows = [{"text": f"{'very ' * (i % 20)}{('bad', 'good')[i % 2]} film", "label": i % 2} for i in range(120)]
     (tmp_path / "reviews.jsonl").write_text("\n".join(map(json.dumps, rows)))
     sets = [f"data.name={tmp_path / 'reviews.jsonl'}", f"model.name={tmp_path / 'bert'}", "model.width=null"]
     result = rgp(*small(*sets, "model.pretrained=false", "optimizer.name=adamw"), "--out", tmp_path / "run", "--json")

@@ -39,6 +39,7 @@ from rgp.files import NEW, PAST_NOISE, make_folder, remove, sync_folder, write_a
 from rgp.ledger import Ledger
 from rgp.loading import Loading
 from rgp.mechanism import Mechanism
+from rgp.members import Members, as_members
 from rgp.methods import Method
 from rgp.noise import noise_source
 from rgp.plan import Entry, Plan
@@ -48,6 +49,7 @@ from rgp.sampling import check_dataset
 from rgp.sharding import Sharding, gather, load_whole, shard_state
 from rgp.streams import Streams
 from rgp.torchstate import is_sharded
+from rgp.units import Rows, Unit
 
 FORMAT = 1
 LATEST, STATE, SECRET, INITIAL = "latest", "state.json", "secret.json", "initial.safetensors"
@@ -152,6 +154,8 @@ def _save_secret(run: Run, path: Path, *, keep: str | None, name: str) -> None:
     """The streams' secret, and two counts that are private, for the checkpoint that counts now and the one to come."""
     secret = run.secret_state()
     private = {name: {key: secret.pop(key) for key in ("bad_examples", "never_used")}}
+    if run.loading.members is not None:
+        private[name]["units"] = run.loading.members.digest(bytes.fromhex(secret["secret"]))
     if keep is not None and path.exists():
         private |= {k: v for k, v in json.loads(path.read_text())["private"].items() if k == keep}
     write_json(path, {**secret, "private": private}, mode=0o600)
@@ -190,6 +194,7 @@ def resume(
     workers: int = 0,
     pin_memory: bool = False,
     lengths: Any = None,
+    units: Any = None,
     public_loss: Callable[[], Tensor] | None = None,
     augment: Callable[[Any], Any] | None = None,
     method: Method | None = None,
@@ -202,6 +207,7 @@ def resume(
     model, optimizer, dataset, scheduler: made as for the first start; their state is overwritten.
     microbatch_size: as saved by default. With another one, or another number of threads, steps that are on record after
         the checkpoint cannot be computed again to the bit: they are drawn afresh and charged again.
+    units: as for the first start, if that had any; rows_per_unit is as saved.
     lengths: as for the first start; micro-batches are cut by it, so another choice has the same effect.
     method, batch_size: need not be given; if they are, they must be the saved run's.
     process_group: as for privatize. The number of processes may change, with the same effect as microbatch_size. The
@@ -230,6 +236,7 @@ def resume(
     method = _method(state["method"], method)
     mechanism = Mechanism.from_json(state["settings"])
     kept = state["settings"]
+    members = _members(units, mechanism.unit, dataset)
     loading = Loading(
         microbatch_size=kept["microbatch_size"] if microbatch_size is None else microbatch_size,
         views=kept["views"],
@@ -239,6 +246,7 @@ def resume(
         workers=workers,
         pin_memory=pin_memory,
         lengths=lengths,
+        members=members,
     )
     plan = Plan(tuple(_entry(e) for e in state["plan"]), method)
     _check_same(state, mechanism, model, optimizer, scheduler, dataset, batch_size)
@@ -260,6 +268,8 @@ def resume(
             for unfinished in folder.glob(PAST_NOISE + "*" + NEW):
                 unfinished.unlink()
         secret, private = _read_secret(folder / SECRET, name, ranks)
+        if members is not None and secret is not None and private["units"] != members.digest(secret.secret):
+            raise ValueError("not the run that was saved: units says of some rows that they are another unit's")
         streams = share_streams(ranks, secret or Streams.from_system())
         _load_weights(model, _read_tensors(here / "model.safetensors", ranks), state["aliases"])
         tensors = _read_tensors(here / "optimizer.safetensors", ranks)
@@ -305,6 +315,25 @@ def resume(
     return run
 
 
+def _members(units: Any, unit: Unit, dataset: Any) -> Members | None:
+    """The rows of the saved run's units. Their number is checked here, whose they are with the secret."""
+    if isinstance(unit, Rows):
+        if units is not None:
+            raise ValueError("not the run that was saved: it has no units, every row is one; leave units out")
+        return None
+    if units is None:
+        raise ValueError(f"the run protects {unit.describe()}: give units, as before")
+    members = as_members(units, None if isinstance(units, Members) else unit.rows_per_unit)
+    assert members is not None
+    members.check(check_dataset(dataset))
+    if (members.unit.size, members.unit.rows_per_unit) != (unit.size, unit.rows_per_unit):
+        raise ValueError(
+            f"not the run that was saved: units are {members.unit.size}, of at most {members.unit.rows_per_unit} rows, and were "
+            f"{unit.size}, of at most {unit.rows_per_unit}"
+        )
+    return members
+
+
 def _check_same(
     state: Mapping[str, Any],
     mechanism: Mechanism,
@@ -317,7 +346,11 @@ def _check_same(
     """Refuse with everything that differs from the saved run."""
     sizes = [batch_size(t) if callable(batch_size) else batch_size for t in range(mechanism.steps)]
     pairs: list[tuple[str, Any, Any]] = [
-        ("dataset size", check_dataset(dataset), mechanism.dataset_size),
+        *(
+            [("dataset size", check_dataset(dataset), mechanism.dataset_size)]
+            if isinstance(mechanism.unit, Rows)
+            else []
+        ),
         *[(f"batch_size at step {t}", now, mechanism.batch_size(t)) for t, now in enumerate(sizes) if now is not None],
         ("optimizer", type(optimizer).__name__, state["optimizer"]["class"]),
         ("scheduler", scheduler and type(scheduler).__name__, state["scheduler"] and state["scheduler"]["class"]),

@@ -44,6 +44,12 @@ if typer is not None:
     Steps = Annotated[int | None, typer.Option(help="Number of batches drawn, empty ones included.")]
     Size = Annotated[int | None, typer.Option("--dataset-size", help="Number of examples N.")]
     Batch = Annotated[int | None, typer.Option("--batch-size", help="Expected batch size B; q is then B / N.")]
+    Units = Annotated[
+        int | None,
+        typer.Option(
+            help="Number of persons U, where a person has several rows: in place of --dataset-size, and B counts persons."
+        ),
+    ]
     Epochs = Annotated[
         float | None, typer.Option(help="Passes over the data; the number of steps is then epochs times N / B.")
     ]
@@ -70,6 +76,7 @@ def account(
     dataset_size: Size = None,
     batch_size: Batch = None,
     epochs: Epochs = None,
+    units: Units = None,
     delta: Delta = None,
     accountant: Accountant = "pld",
     bands: Bands = "1",
@@ -84,7 +91,7 @@ def account(
       rgp account --noise-multiplier 1.5 --sampling-rate 0.04 --steps 2250 --delta 1e-5
       rgp account --noise-multiplier 1.5 --dataset-size 50000 --batch-size 2000 --epochs 90
     """
-    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta)
+    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta, units)
     if bands == "auto":
         raise ValueError("--bands auto needs a budget at which to compare: rgp calibrate --epsilon ... --bands auto")
     b = _whole_bands(bands, steps)
@@ -99,6 +106,7 @@ def account(
         **_group_facts(b, rate, steps),
         "accountant": accountant,
         "neighbours": "add-or-remove-one",
+        **({} if units is None else {"units": units}),
     }
     sentence = "Without noise there is no privacy: epsilon is infinite."
     if accountant == "pld":
@@ -129,6 +137,7 @@ def calibrate(
     dataset_size: Size = None,
     batch_size: Batch = None,
     epochs: Epochs = None,
+    units: Units = None,
     delta: Delta = None,
     accountant: Accountant = "pld",
     bands: Bands = "1",
@@ -144,8 +153,9 @@ def calibrate(
       rgp calibrate --epsilon 8 --delta 1e-5 --sampling-rate 0.04 --steps 2250
       rgp calibrate --epsilon 8 --dataset-size 67349 --batch-size 2000 --epochs 30
       rgp calibrate --epsilon 8 --dataset-size 67349 --batch-size 512 --epochs 1 --bands auto
+      rgp calibrate --epsilon 8 --units 6920 --batch-size 500 --epochs 30
     """
-    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta)
+    rate, steps, delta = _run(sampling_rate, steps, dataset_size, batch_size, epochs, delta, units)
     asked: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "steps": steps, "accountant": accountant}
     choice = None
     if bands == "auto":  # only their ratio counts
@@ -166,6 +176,7 @@ def calibrate(
         **_group_facts(b, rate, steps),
         "accountant": accountant,
         "neighbours": "add-or-remove-one",
+        **({} if units is None else {"units": units}),
     }
     sentence = (
         f"Noise of {round_up(sigma, 4)} times the clipping norm in each of {steps} steps stays within epsilon {epsilon:g}; "
@@ -206,9 +217,17 @@ def _run(
     batch_size: int | None,
     epochs: float | None,
     delta: float | None,
+    units: int | None = None,
 ) -> tuple[float, int, float]:
     """(rate, steps, delta), from whichever of the two complete sets of options was given."""
     sizes = {"--dataset-size": dataset_size, "--batch-size": batch_size, "--epochs": epochs}
+    if units is not None:
+        if dataset_size is not None:
+            raise ValueError(
+                f"--units {units} and --dataset-size {dataset_size} both say how many there are to draw from: with persons, "
+                "it is their number that sampling rates and delta refer to. Give --units alone."
+            )
+        sizes, dataset_size = {**sizes, "--units": units}, units
     given = {"--sampling-rate": rate, "--steps": steps, **sizes}
     named = " ".join(name for name, value in given.items() if value is not None) or "none of them"
     if rate is not None and steps is not None and all(value is None for value in sizes.values()):
@@ -225,7 +244,8 @@ def _run(
         )
     planned = accounting.planned_steps(epochs, dataset_size, batch_size)
     if batch_size > dataset_size:
-        raise ValueError(f"--batch-size {batch_size} must be at most --dataset-size {dataset_size}.")
+        what = "--dataset-size" if units is None else "--units"
+        raise ValueError(f"--batch-size {batch_size} must be at most {what} {dataset_size}.")
     if delta is None:
         delta = accounting.default_delta(dataset_size)
     accounting.check_delta(delta, dataset_size)

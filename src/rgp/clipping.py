@@ -16,6 +16,8 @@ from torch import Tensor
 
 from rgp.checks.sketches import sketch
 from rgp.clips import Bound, clip_factors
+from rgp.grouping import UnitRows
+from rgp.members import Group
 from rgp.slots import DeferredSlot, Slot
 from rgp.torchstate import in_full_precision
 
@@ -86,8 +88,8 @@ class Gradients:
         """Columns of the sum."""
         return self._size
 
-    def begin(self, m: int) -> None:
-        """Start a micro-batch of m examples: hand every slot its columns."""
+    def begin(self, m: int, group: Group | None = None) -> None:
+        """Start a micro-batch of m examples: hand every slot its columns. group: whose its rows are, if examples are units."""
         self._rows = torch.empty(m, self._columns, dtype=self._dtype, device=self._device)
         self.nbytes = max(self.nbytes, self._rows.nbytes)
         for columns in self._padding:
@@ -95,11 +97,22 @@ class Gradients:
         for slot in self.slots:
             columns = self.where[slot.entry.name] if not isinstance(slot, DeferredSlot) else slice(0, 0)
             slot.begin(self._rows[:, columns])
+        self.begin_pass(group)
 
-    def begin_view(self) -> None:
-        """Start another view of the same examples: its gradients are added to those that are there."""
+    def begin_pass(self, group: Group | None = None) -> None:
+        """Start another pass over the same examples, of another view or other rows of theirs: its gradients are added."""
+        rows = None
+        if group is not None and len(group.owner) == len(group.units) and group.begins and group.ends:
+            group = None  # one row each
+        if group is not None:
+            rows = UnitRows(group, dtype=self._dtype, device=self._device)
         for slot in self.slots:
-            slot.used = False
+            slot.begin_pass(rows)
+
+    def end_passes(self) -> None:
+        """All rows of these examples have been met: from now on slots hold examples."""
+        for slot in self.slots:
+            slot.rows = None
 
     @torch.no_grad()
     @in_full_precision

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from rgp.members import Members, cut_units
 from rgp.sampling import check_lengths
+from rgp.streams import Streams
 from rgp.torchstate import seed_others
 from rgp.validate import check_count, check_one_of
 
@@ -27,7 +29,8 @@ class Loading:
     views, augment: passes over each micro-batch, and what makes another view of it
     loss_reduction: how the loss of a micro-batch was reduced over its examples
     collate_fn, workers, pin_memory: as for torch's DataLoader
-    lengths: one number per example; examples of similar length share a micro-batch
+    lengths: one number per row; examples of similar length share a micro-batch
+    members: which rows belong to which unit, where a unit is not a row; microbatch_size counts rows all the same
     """
 
     microbatch_size: int | None = None
@@ -38,6 +41,7 @@ class Loading:
     workers: int = 0
     pin_memory: bool = False
     lengths: Any = None
+    members: Members | None = None
 
     def __post_init__(self) -> None:
         check_one_of("loss_reduction", self.loss_reduction, REDUCTIONS)
@@ -61,13 +65,18 @@ class Loading:
 class Loader:
     """The dataset's examples as micro-batches, in the order in which the run consumes them."""
 
-    def __init__(self, dataset: Any, loading: Loading, size: int) -> None:
-        self._dataset, self._loading = dataset, loading
-        self._lengths = check_lengths(loading.lengths, size)
+    def __init__(self, dataset: Any, loading: Loading, streams: Streams) -> None:
+        self._dataset, self._loading, self._streams = dataset, loading, streams
+        self._lengths = check_lengths(loading.lengths, len(dataset))
 
-    def cut(self, indices: np.ndarray) -> list[list[int]]:
-        assert self._loading.microbatch_size is not None
-        return cut(indices, self._loading.microbatch_size, self._lengths)
+    def cut(self, drawn: np.ndarray, step: int, attempt: int) -> list[list[int]]:
+        """The rows of the units that were drawn, in micro-batches."""
+        size, members = self._loading.microbatch_size, self._loading.members
+        assert size is not None
+        if members is None:
+            return cut(drawn, size, self._lengths)
+        rows = [members.draw(self._streams, step, attempt, unit) for unit in drawn]
+        return [*cut_units(drawn.tolist(), rows, size, self._lengths)]
 
     def batches(self, schedule: BatchSampler, seed: int) -> Iterator[Any]:
         given = self._loading

@@ -13,6 +13,7 @@ from rgp.checks.rehearsal import Rehearsal
 from rgp.distributed import HERE, STOPS
 from rgp.errors import WrongUseError
 from rgp.loading import Loader, Loading, Schedule
+from rgp.members import UnitPart
 from rgp.sharding import Filler
 from rgp.step import Pass, Step
 from rgp.streams import Streams
@@ -33,7 +34,7 @@ class Loop:
                 self._together,
             )
         self._step, self._loading, self._streams = step, loading, streams
-        self._loader = Loader(dataset, loading, step.mechanism.dataset_size)
+        self._loader = Loader(dataset, loading, streams)
         # whether every rank makes the same number of passes in a step (fillers make up for it), so that a loop may use
         # collectives of its own; passes over sharded weights are such
         self.same_passes = step.trained.sharding.active
@@ -209,18 +210,22 @@ class Loop:
         """What one logical batch is worked through in."""
         views = self._loading.views
         for i, part in enumerate(parts):
+            group = part.group if isinstance(part, UnitPart) else None
             for view in range(views):
-                ends_part = view + 1 == views
-                yield Pass(part, i, view, ends_part, ends_batch=ends_part and i + 1 == len(parts))
+                last = view + 1 == views
+                ends_part = last and (group is None or group.ends)
+                yield Pass(part, i, view, ends_part, ends_batch=last and i + 1 == len(parts), group=group)
 
     def _microbatches(self, step: int) -> list[list[int]]:
         """This rank's share of a step's draw, cut into micro-batches."""
         current, ranks = self._step, self._step.ranks
-        indices = current.mechanism.sampling.draw(self._streams, step, self._attempt(step))
-        parts = self._loader.cut(ranks.share(indices))
-        if self.same_passes and ranks.size > 1:  # the first rank has the most
-            most = len(self._loader.cut(indices[:: ranks.size]))
-            parts += [Filler(indices[:1].tolist()) for _ in range(most - len(parts))]
+        attempt = self._attempt(step)
+        units = current.mechanism.sampling.draw(self._streams, step, attempt)
+        parts = self._loader.cut(ranks.share(units), step, attempt)
+        if self.same_passes and ranks.size > 1:
+            cuts = [self._loader.cut(units[rank :: ranks.size], step, attempt) for rank in range(ranks.size)]
+            most = max(map(len, cuts))
+            parts += [Filler(cuts[0][0][:1]) for _ in range(most - len(parts))]
         return parts
 
     def _attempt(self, step: int) -> int:

@@ -26,7 +26,7 @@ from rgp.bands import coefficients as best_coefficients
 from rgp.bands import noise_of_steps
 from rgp.clips import Bound, ClipRule, as_rule, rule_from_json
 from rgp.sampling import Cyclic, Poisson
-from rgp.units import Rows, Unit
+from rgp.units import Rows, Unit, unit_from_json
 from rgp.validate import check_count, per_step
 
 FloatSchedule = float | Callable[[int], float]
@@ -90,7 +90,7 @@ class Mechanism:
 
     @property
     def dataset_size(self) -> int:
-        """N, public."""
+        """N, the number of units; public."""
         return self.unit.size
 
     def batch_size(self, step: int) -> int:
@@ -158,6 +158,7 @@ class Mechanism:
         correlated: dict[str, Any] = {"bands": self.bands, "coefficients": list(self.coefficients)}
         return {
             "dataset_size": self.dataset_size,
+            **self._unit_json(),
             "steps": self.steps,
             "delta": self.delta,
             "accountant": self.accountant,
@@ -177,6 +178,7 @@ class Mechanism:
         planned = [self.clip.planned(t) for t in range(self.steps)]
         return {
             "dataset_size": self.dataset_size,
+            **self._unit_json(),
             "steps": self.steps,
             "batch_sizes": _runs(self.sampling.batch_sizes),
             "max_batch": self.sampling.max_batch,
@@ -191,6 +193,11 @@ class Mechanism:
             **({"worth": asdict(self.worth)} if self.worth is not None else {}),
         }
 
+    def _unit_json(self) -> dict[str, Any]:
+        return (
+            {} if isinstance(self.unit, Rows) else {"unit": self.unit.to_json()}
+        )  # rows are what files mean without it
+
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Mechanism:
         size = saved["dataset_size"]
@@ -198,7 +205,7 @@ class Mechanism:
         coefficients = tuple(saved.get("coefficients", (1.0,)))
         worth = saved.get("worth")
         return cls(
-            unit=Rows(size),
+            unit=unit_from_json(saved.get("unit"), size),
             sampling=_sampling(size, _values(saved["batch_sizes"]), len(coefficients), saved["max_batch"]),
             coefficients=coefficients,
             worth=worth and Worth(**worth),
@@ -227,7 +234,8 @@ def _values(runs: list[list[Any]]) -> tuple[Any, ...]:
 
 def plan_mechanism(
     *,
-    size: int,
+    size: int | None = None,
+    unit: Unit | None = None,
     method: str,
     batch_size: Any,
     budget: Budget | None = None,
@@ -243,9 +251,14 @@ def plan_mechanism(
 ) -> Mechanism:
     """The promise that these arguments of `privatize` make, checked; calibrates the noise where a budget is given.
 
+    size: the number of rows; or unit, if it is not a row.
     spent: releases of earlier runs, which the budget covers too.
     workload: what becomes of the noise, for the choice of bands and their coefficients.
     """
+    if unit is None:
+        assert size is not None
+        unit = Rows(size)
+    size = unit.size
     if (epochs is None) == (steps is None):
         raise ValueError(f"give either epochs or steps; got epochs={epochs!r}, steps={steps!r}")
     if (budget is None) == (noise_multiplier is None):
@@ -261,7 +274,7 @@ def plan_mechanism(
     if max_batch is not None:
         max_batch = check_count("max_batch", max_batch)
     rule, workload = as_rule(clip, steps), workload or Workload()
-    batch_sizes = _batch_sizes(batch_size, steps, size)
+    batch_sizes = _batch_sizes(batch_size, steps, unit)
 
     delta = budget.delta if budget is not None else delta
     delta = accounting.default_delta(size) if delta is None else delta
@@ -280,7 +293,7 @@ def plan_mechanism(
         if not all(s > 0 for s in sigmas):
             warnings.warn("noise_multiplier is 0: NOTHING IS PRIVATE in this run, and its epsilon is infinite.")
     mechanism = Mechanism(
-        unit=Rows(size),
+        unit=unit,
         sampling=sampling,
         clip=rule,
         sigmas=sigmas,
@@ -297,8 +310,11 @@ def plan_mechanism(
     return mechanism
 
 
-def _batch_sizes(batch_size: Any, steps: int, size: int) -> tuple[int, ...]:
+def _batch_sizes(batch_size: Any, steps: int, unit: Unit) -> tuple[int, ...]:
+    size = unit.size
     allowed = f"an integer from 1 to the dataset's size {size}"
+    if not isinstance(unit, Rows):
+        allowed = f"an integer from 1 to the number of units {size} (it counts each {unit.short} once)"
     return per_step("batch_size", batch_size, steps, lambda b: isinstance(b, Integral) and 0 < int(b) <= size, allowed)
 
 

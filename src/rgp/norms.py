@@ -15,6 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from rgp.grouping import UnitRows
+
 BLOCK_BYTES = 64 << 20  # per-example gradients formed at a time
 
 
@@ -55,6 +57,11 @@ def outer_squared_norms(left: Tensor, right: Tensor) -> Tensor:
             for i in range(0, m, block)
         ]
     )
+
+
+def unit_outer_squared_norms(left: Tensor, right: Tensor, rows: UnitRows) -> Tensor:
+    """The same for units of several rows: one unit with n rows of T positions is one example with n T of them."""
+    return outer_squared_norms(rows.side_by_side(rows.weighted(left)), rows.side_by_side(right))
 
 
 def size(x: Tensor) -> Tensor:
@@ -99,6 +106,9 @@ class OuterUse:
         right = self.right.to(left.dtype).flatten(0, 1)
         total.view(left.shape[1], right.shape[1]).addmm_(left.T, right)
 
+    def unit_squared_norms(self, rows: UnitRows) -> Tensor:
+        return unit_outer_squared_norms(self.left, self.right, rows)
+
 
 class DenseUse:
     """Per-example gradients that a rule has formed already."""
@@ -120,6 +130,9 @@ class DenseUse:
 
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
         total.addmv_(self.gradients.flatten(1).to(total.dtype).T, factors)
+
+    def unit_squared_norms(self, rows: UnitRows) -> Tensor:
+        return DenseUse(rows.mean(at_least_float32(self.gradients))).squared_norms()
 
 
 class EmbeddingUse:
@@ -150,3 +163,7 @@ class EmbeddingUse:
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
         weighted = times(factors, self.g).flatten(0, 1).to(total.dtype)
         total.view(self.shape).index_add_(0, self.ids.flatten(), weighted)
+
+    def unit_squared_norms(self, rows: UnitRows) -> Tensor:
+        ids, g = rows.side_by_side(self.ids), rows.side_by_side(rows.weighted(self.g))
+        return EmbeddingUse(ids, g, self.shape).squared_norms()

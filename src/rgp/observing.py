@@ -17,7 +17,7 @@ class Observer:
         """A micro-batch is about to be handed to the loop."""
 
     def before_clipping(self, gradients: Gradients, indices: list[int]) -> None:
-        """The per-example gradients of these examples are complete; private."""
+        """The per-example gradients of these examples (rows, or units by their number) are complete; private."""
 
     def released(self, step: int, noisy: Tensor) -> None:
         """The noisy sum of a step, on record, before it is used."""

@@ -33,6 +33,7 @@ from rgp.errors import UnsupportedError
 from rgp.ledger import Ledger
 from rgp.loading import DEFAULT_MICROBATCH, Loading
 from rgp.mechanism import FloatSchedule, Mechanism, plan_mechanism
+from rgp.members import as_members
 from rgp.methods import RGP, DPPowerSGD, Method
 from rgp.noise import NoiseSource, noise_source
 from rgp.optimizers import AdamCorrected
@@ -45,6 +46,7 @@ from rgp.slots import Slot, make_slot
 from rgp.step import Step
 from rgp.streams import Streams
 from rgp.trained import TrainedModel
+from rgp.units import Rows, Unit
 from rgp.update import Update
 from rgp.workload import check_carriers, workload_of
 
@@ -78,6 +80,8 @@ def privatize(
     workers: int = 0,
     pin_memory: bool = False,
     lengths: Any = None,
+    units: Any = None,
+    rows_per_unit: int | None = None,
     public_loss: Callable[[], Tensor] | None = None,
     probe: bool = True,
     process_group: Any = None,
@@ -109,7 +113,7 @@ def privatize(
     views, augment: the loop gets every micro-batch `views` times, each time through augment(batch), and an example's
         gradient is the mean over its views, before clipping. Memory does not grow with them.
     ema: decay of a running mean of the weights, kept beside them; `with run.averaged():` puts it in their place.
-    microbatch_size: examples per forward and backward pass; memory grows with it, the result does not depend on it.
+    microbatch_size: rows per forward and backward pass; memory grows with it, the result does not depend on it.
     max_batch: cap on a drawn batch, with the accounting that belongs to it.
     bands: over how many steps noise is correlated: each step takes back part of what earlier ones added, so that less of it
         stays in the weights. 1 is independent noise; "auto" finds the best number for a budget, and run.mechanism says
@@ -122,7 +126,10 @@ def privatize(
     folder: where the ledger is kept on disk; without it, in memory.
     after: earlier runs over the same people, as ledgers, runs or folders: epsilon and the budget count their releases too.
         A model that a run of this process has trained needs it, or after=() where the data have nobody in common.
-    lengths: one number per example (its tokens): examples of similar length then share a micro-batch, which saves padding.
+    units, rows_per_unit: whose each row is: one id per row, any hashable. A person with all their rows is then what is drawn,
+        clipped and protected, and batch_size and N count persons. Of a drawn person at most rows_per_unit rows (8 by default),
+        drawn afresh each time, are used, and the mean of their gradients is clipped once. docs/units.md
+    lengths: one number per row (its tokens): examples of similar length then share a micro-batch, which saves padding.
         Which examples are in a batch, and what is released, do not depend on it.
     public_loss: for source="public": computes a loss of the model on public data, such as rgp.without_labels(...). It may
         use torch's random numbers; they are the same after a resume.
@@ -140,6 +147,9 @@ def privatize(
         raise ValueError(f"rgp.{kind} protects nothing: give it noise_multiplier=0 and clip=None, and no budget")
     size = check_dataset(dataset)
     check_lengths(lengths, size)
+    members = as_members(units, rows_per_unit)
+    if members is not None:
+        members.check(size)
     loading = Loading(
         microbatch_size=microbatch_size,
         views=views,
@@ -149,9 +159,11 @@ def privatize(
         workers=workers,
         pin_memory=pin_memory,
         lengths=lengths,
+        members=members,
     )
     check_model(model)
-    earlier = earlier_events(after)
+    unit: Unit = Rows(size) if members is None else members.unit
+    earlier = earlier_events(after, unit)
     ranks = find_ranks(process_group)
     share_weights(ranks, model)
     plan = make_plan(model, method)
@@ -159,7 +171,7 @@ def privatize(
     if ranks.first and (note := plan.frozen_note()):
         warnings.warn(note)
     mechanism = plan_mechanism(
-        size=size,
+        unit=unit,
         method=method.name,
         batch_size=batch_size,
         budget=budget,
@@ -176,8 +188,10 @@ def privatize(
     check_carriers(method, mechanism.bands)
     mechanism.clip.groups([e.name for e in plan.trained])
     if after is None and min(mechanism.sigmas) > 0:
-        check_first(model, dataset)
+        check_first(model, dataset, unit.size)
     same = {**mechanism.to_json(), **loading.to_json(), "method": method, "secure_noise": secure_noise, "ema": ema}
+    if members is not None:
+        same["units"] = members.digest(b"")  # goes from rank to rank, and no further
     check_same(ranks, {**same, **describe_optimizer(optimizer), **describe_dataset(ranks, dataset)})
     streams = share_streams(ranks, Streams.from_system() if seed is None else Streams.from_seed(seed))
     header = {**mechanism.header(), "seed_known": streams.known, "secure_noise": secure_noise, "run": streams.run_id}
@@ -224,6 +238,8 @@ def assemble(
     ranks = Ranks() if ranks is None else ranks
     if loading.microbatch_size is None:
         most = max(map(mechanism.batch_size, range(mechanism.steps)))
+        if not isinstance(mechanism.unit, Rows):
+            most *= mechanism.unit.rows_per_unit
         loading = replace(loading, microbatch_size=min(most, DEFAULT_MICROBATCH))
     trained = TrainedModel(model, plan, views=loading.views, slot=slot)
     trained.sharding.check(

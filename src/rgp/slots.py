@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rgp.grouping import UnitRows, UnitUse
 from rgp.plan import Entry
 
 LARGEST_DENSE = 1 << 14
@@ -41,6 +42,9 @@ class Use(Protocol):
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
         """total += sum_i factors_i G_i."""
 
+    def unit_squared_norms(self, rows: UnitRows) -> Tensor:
+        """|sum_i share_i G_i|^2 for every unit, where `i` runs over its rows; as `squared_norms` otherwise."""
+
 
 class Slot:
     """What rules see of a trained parameter."""
@@ -53,6 +57,7 @@ class Slot:
         self.entry = entry
         self.used = False  # in this forward and backward pass
         self.filled = False  # holds something of this micro-batch: of this pass, or of an earlier view
+        self.rows: UnitRows | None = None  # whose the rows of this pass are; None: every row is an example of its own
         self.derive: Callable[[Tensor], Tensor] | None = (
             None  # what made the weight out of the parameter (rules/derived.py)
         )
@@ -74,6 +79,15 @@ class Slot:
     def begin(self, buffer: Tensor) -> None:
         """Start a micro-batch: `buffer` (m, width) is this slot's part of the run's buffer, not zeroed."""
         self.used = self.filled = False
+        self.rows = None
+
+    def begin_pass(self, rows: UnitRows | None) -> None:
+        """Start a pass over these rows: what it gives is added to what is there."""
+        self.used, self.rows = False, rows
+
+    def by_unit(self, gradients: Tensor) -> Tensor:
+        """Of rows -> of examples: each unit's mean, where rows belong to units."""
+        return gradients if self.rows is None else self.rows.mean(gradients)
 
     def end(self) -> None:
         """The micro-batch was clipped and summed: let go of the buffer."""
@@ -145,6 +159,7 @@ class CarriedSlot(Slot):
         self.add_thin(dLt, torch.matmul(self.Lt.to(G.dtype), G) if self.needs_right else None)
 
     def _store(self, out: Tensor, value: Tensor) -> None:
+        value = self.by_unit(value)
         if self.filled:
             out.add_(value)
         else:
@@ -160,7 +175,8 @@ class DenseSlot(Slot):
         self.out = torch.empty(0)
 
     def add_dense(self, gradients: Tensor) -> None:
-        gradients = gradients.reshape(len(self.out), -1)
+        gradients = gradients.reshape(len(self.out) if self.rows is None else self.rows.m, -1)
+        gradients = self.by_unit(gradients)
         if self.entry.scale != 1:
             gradients = gradients * self.entry.scale
         if self.filled:
@@ -182,7 +198,7 @@ class DeferredSlot(Slot):
         self.uses: list[Use] = []
 
     def add_use(self, use: Use) -> None:
-        self.uses.append(use)
+        self.uses.append(use if self.rows is None else UnitUse(use, self.rows))
         self.used = self.filled = True
 
     def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:

@@ -27,12 +27,14 @@ from rgp.clipping import Gradients
 from rgp.coordinates import Coordinates
 from rgp.distributed import HERE, STOPS, RankReport
 from rgp.mechanism import Mechanism
+from rgp.members import Group
 from rgp.observing import Observer
 from rgp.release import Releases
 from rgp.sharding import Filler
 from rgp.slots import Slot
 from rgp.torchstate import remove_mode
 from rgp.trained import TrainedModel
+from rgp.units import Rows
 from rgp.update import Update
 
 
@@ -40,16 +42,27 @@ from rgp.update import Update
 class Pass:
     """One forward and backward pass: micro-batch number `part` of a logical batch, in its view number `view`."""
 
-    indices: list[int]
+    indices: list[int]  # of rows
     part: int
     view: int
-    ends_part: bool  # the last view of its micro-batch
+    ends_part: bool  # the last pass over its units: view, and piece of a unit that is larger than a micro-batch
     ends_batch: bool
     trial: Trial | None = None  # of a rehearsal: nothing of it is summed
+    group: Group | None = None  # whose the rows are; None: each is a unit of its own
 
     @property
     def examples(self) -> int:
+        """Rows that go through the model."""
         return len(self.indices)
+
+    @property
+    def units(self) -> list[int]:
+        """Whose gradients are clipped."""
+        return self.indices if self.group is None else self.group.units
+
+    @property
+    def begins_part(self) -> bool:
+        return self.view == 0 and (self.group is None or self.group.begins)
 
     @property
     def counts(self) -> bool:
@@ -77,7 +90,7 @@ class Step:
         self._views, self._reduction = views, loss_reduction
         method = trained.plan.method
         self.plain = not (
-            method.private or method.carries or trained.sharding.active
+            method.private or method.carries or trained.sharding.active or not isinstance(mechanism.unit, Rows)
         )  # no per-example gradients needed
         self.gradients = Gradients(_groups(trained, mechanism), dtype=trained.dtype, device=trained.device)
         self.capture = Capture(trained.slot_of, sharded=trained.sharding.active, model=trained.model)
@@ -113,10 +126,10 @@ class Step:
     def enter(self, current: Pass) -> None:
         """Before the loop gets a micro-batch: watch its forward pass."""
         self.trained.sharding.reshard()
-        if current.view or self.plain:
-            self.gradients.begin_view()
+        if self.plain or not current.begins_part:
+            self.gradients.begin_pass(current.group)
         else:
-            self.gradients.begin(current.examples)
+            self.gradients.begin(len(current.units), current.group)
         self.capture.rehearsing = current.trial is not None
         if not self.plain:
             self.capture.begin(current.examples)
@@ -167,7 +180,8 @@ class Step:
             current.trial.sketches = self.gradients.sketches()
             return
         if current.ends_part and current.counts and not self.plain:
-            self.observer.before_clipping(self.gradients, current.indices)
+            self.gradients.end_passes()
+            self.observer.before_clipping(self.gradients, current.units)
             self.gradients.clip_and_add()
         if current.counts:
             self.unused -= {name for name in self.unused if self.trained.slots[name].used}

@@ -1,12 +1,18 @@
-"""What one example is: the unit whose presence the guarantee hides.
+"""What is protected: the unit whose presence the guarantee hides. All that stands here is public.
 
-Neighbouring datasets differ by one unit, added or removed. A card may say of a unit only what stands here.
+Neighbouring datasets differ by one unit, added or removed with all its rows. A card may say of a unit only what stands here;
+which rows belong to which unit, and how many, is private and stays in members.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
+
+from rgp.validate import check_count
+
+ROWS_PER_UNIT = 8
 
 
 @dataclass(frozen=True)
@@ -16,6 +22,10 @@ class Rows:
     name: ClassVar[str] = "row"
     size: int  # number of units, public
 
+    @property
+    def short(self) -> str:
+        return "row"
+
     def describe(self) -> str:
         return "one row of the dataset"
 
@@ -23,4 +33,50 @@ class Rows:
         return {"name": self.name, "size": self.size}
 
 
-Unit = Rows
+@dataclass(frozen=True, kw_only=True)
+class Persons:
+    """Units with several rows each: persons, documents, households.
+
+    size: number of units U, public
+    rows_per_unit: k, the most rows of a drawn unit that a step uses
+    noun: what one unit is
+    column: of the table, which says whose a row is; None if the ids were given in Python
+    row: what one row is
+    """
+
+    name: ClassVar[str] = "person"
+    size: int
+    rows_per_unit: int = ROWS_PER_UNIT
+    noun: str = "person"
+    column: str | None = None
+    row: str = "row"
+
+    def __post_init__(self) -> None:
+        check_count("rows_per_unit", self.rows_per_unit)
+
+    @property
+    def short(self) -> str:
+        return self.noun
+
+    def describe(self) -> str:
+        """In one line, for the card.
+
+        >>> Persons(size=100, rows_per_unit=8, column="user_id").describe()
+        'one person (column user_id), at most 8 rows in a step'
+        """
+        where = "" if self.column is None else f" (column {self.column})"
+        rows = f"{self.rows_per_unit} {self.row}{'' if self.rows_per_unit == 1 else 's'}"
+        return f"one {self.noun}{where}, at most {rows} in a step"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, **asdict(self)}
+
+
+Unit = Rows | Persons
+
+
+def unit_from_json(saved: Mapping[str, Any] | None, size: int) -> Unit:
+    """The inverse of `to_json`; None stands for rows."""
+    if saved is None or saved["name"] == Rows.name:
+        return Rows(size)
+    return Persons(**{key: value for key, value in saved.items() if key != "name"})

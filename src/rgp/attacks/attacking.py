@@ -40,6 +40,11 @@ def attack_run(out: Path, *, shadows: int = 0, seed: int = 0, keep: bool = False
     if source != "model":
         raise RunFolderError(f"{out} is not finished; finish it first: rgp train --resume --out {out}")
     data, summary = parts.data, folder.read_json(folder.summary)
+    if data.members is not None:
+        raise ValueError(
+            f"{out} protects {data.members.unit.describe()}; these attacks guess about rows, and what is promised is about "
+            f"{data.members.unit.noun}s, so the two cannot be held against each other. `rgp audit` has canary persons."
+        )
     members = len(data.train)
     batch = config.training.microbatch_size or 32
     everyone = PooledRows(data.train, data.test, range(members + len(data.test)))

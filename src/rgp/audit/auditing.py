@@ -19,6 +19,7 @@ from rgp import accounting
 from rgp.audit.bounds import lower_bounds
 from rgp.audit.canaries import CanaryObserver, Coins, WithCanaries, blank, made_input
 from rgp.cards import EpsilonSoFar
+from rgp.members import Members
 from rgp.noise import NoiseSource
 from rgp.rounding import finite
 from rgp.run import Run
@@ -115,9 +116,18 @@ def audit(config: Config, settings: AuditSettings, out: Path, *, progress: Progr
         vocabulary = None if parts.tokenizer is None else len(parts.tokenizer)
         inputs = [made_input(nothing, parts.data.classes, rng, vocabulary) for _ in range(len(coins))]
     items = [inputs[k] if inputs and coins.included[k] else nothing for k in range(len(coins))]
+    members, first = parts.data.members, len(real)
+    if members is not None:  # a canary is a person, with as many rows as a step uses
+        most = members.unit.rows_per_unit
+        ids = [("real", int(unit)) for unit in members.of_rows[real]]
+        first, items = len(set(ids)), [item for item in items for _ in range(most)]
+        ids += [("canary", k) for k in range(len(coins)) for _ in range(most)]
+        members = Members(
+            ids, rows_per_unit=most, noun=members.unit.noun, column=members.unit.column, row=members.unit.row
+        )
     data = WithCanaries(torch.utils.data.Subset(parts.data.train, real), items)
-    config = _resized(config, parts, settings, len(data))
-    parts = replace(parts, data=replace(parts.data, train=data))
+    config = _resized(config, parts, settings, len(data) if members is None else members.unit.size)
+    parts = replace(parts, data=replace(parts.data, train=data, members=members))
 
     def losses() -> np.ndarray:
         found, _ = setup.example_losses(
@@ -128,7 +138,7 @@ def audit(config: Config, settings: AuditSettings, out: Path, *, progress: Progr
     session = runner.Session(config, parts, folder, progress, began=began)
     with session.begin() as run:
         norm = settings.canary_norm if settings.kind == "white-box" else None
-        observer = CanaryObserver(run, coins, len(real), norm=norm, rng=rng)
+        observer = CanaryObserver(run, coins, first, norm=norm, rng=rng)
         if settings.weaken_noise != 1:
             run.releases.source = WeakerNoise(run.releases.source, settings.weaken_noise)
         before = losses() if inputs else 0.0
@@ -151,8 +161,8 @@ def _real_rows(parts: Parts, settings: AuditSettings, rng: np.random.Generator) 
 
 
 def _resized(config: Config, parts: Parts, settings: AuditSettings, size: int) -> Config:
-    """The same sampling rate and delta for another number of rows."""
-    before, training, budget = len(parts.data.train), config.training, config.budget
+    """The same sampling rate and delta for another number of units."""
+    before, training, budget = setup.count_units(parts.data), config.training, config.budget
     rate = training.batch_size / before if settings.sampling_rate is None else settings.sampling_rate
     cap = None if training.max_batch is None else max(1, round(training.max_batch * size / before))
     delta = budget.delta if budget.delta is not None else accounting.default_delta(before)
@@ -217,6 +227,7 @@ def _result(
         "sampling_rate": run.mechanism.rate(0),
         "steps": run.step_index,
         "rows": run.mechanism.dataset_size,
+        "unit": run.mechanism.unit.describe(),
         "private_rows": private_rows,
         "canary_norm": settings.canary_norm if settings.kind == "white-box" else None,
         "weakened_noise": settings.weaken_noise if settings.weaken_noise != 1 else None,

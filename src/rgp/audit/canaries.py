@@ -2,6 +2,7 @@
 
 All M canaries are rows of the audit's data set, after the real ones, so N, the sampling rate and the divisor do not tell
 how the coins fell. A canary that was left out contributes exactly zero, which is what a row that is not there contributes.
+Where units are persons (data.units), a canary is a person, with as many rows as a step uses, and so are the words below.
 
 White-box   a canary is a vector of norm C in the released coordinates, put in the place of its row's gradient after capture
             and before clipping. Its score is the sum over the steps of its inner product with the noisy release.

@@ -18,6 +18,7 @@ from rgp import accounting
 from rgp._version import __version__
 from rgp.files import bare_name
 from rgp.run import Run
+from rgp.units import Rows, Unit
 
 NOT_COVERED = [
     "several rows of one person: k rows are protected by no more than k times epsilon",
@@ -32,7 +33,27 @@ NEIGHBOURS = "add-or-remove-one"
 
 def unit_of(run: Run, row: str = "") -> str:
     """What the guarantee protects, from the mechanism. row: what a row of this dataset is, if that is known."""
-    return run.mechanism.unit.describe() + (f" ({row})" if row else "")
+    unit = run.mechanism.unit
+    return unit.describe() + (f" ({row})" if row and isinstance(unit, Rows) else "")
+
+
+def counts(run: Run) -> dict[str, Any]:
+    """How many units there were, which is public; of rows only where they are the units."""
+    unit = run.mechanism.unit
+    rows = unit.size if isinstance(unit, Rows) else None
+    return {"training_rows": rows, "training_units": unit.size, "unit_noun": unit.short}
+
+
+def not_covered(unit: Unit) -> list[str]:
+    """With units of several rows, what a person has many of is covered; who counts as one person is not checked."""
+    if isinstance(unit, Rows):
+        return NOT_COVERED
+    return [
+        f"one {unit.noun} under several ids: ids are taken as they are, and each is protected on its own",
+        f"what {unit.noun}s have in common, such as a household: each is protected on its own",
+        f"the number of training {unit.noun}s, and the names and number of classes, which count as public",
+        *NOT_COVERED[2:],
+    ]
 
 
 def make_card(
@@ -71,11 +92,11 @@ def make_card(
         "seed_known": seed_known,
         "secure_noise": secure_noise,
         "dataset": bare_name(dataset),
-        "training_rows": mechanism.dataset_size,
+        **counts(run),
         "model": bare_name(model),
         "parameters": sum(e.size for e in run.plan),
         "preprocessing": {str(k): _plain(v) for k, v in (preprocessing or {}).items()},
-        "not_covered": NOT_COVERED,
+        "not_covered": not_covered(mechanism.unit),
         "audit": None,  # filled in by `rgp audit --run`
         "attack_run": False,  # whether `rgp attack` was; its results are about private rows, and never here
         "ledger": {"releases": run.ledger.count, "head": run.ledger.head},

@@ -11,7 +11,7 @@ ACCOUNTANTS = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi diverge
 
 
 def card_text(card: dict[str, Any]) -> str:
-    lines = ["# Privacy card", ""]
+    lines, noun = ["# Privacy card", ""], card.get("unit_noun", "row")
     if not card["private"]:
         lines += [
             "**This model is NOT private.** It was trained without noise: it may reproduce rows of its training data,",
@@ -30,8 +30,8 @@ def card_text(card: dict[str, Any]) -> str:
         if "attack_bound" in card:
             share = percent_up(card["attack_bound"]["true_positive_rate"])
             lines.append(
-                "An attacker who knows everything but whether a row was used, and may be wrong about 1% of the unused\n"
-                f"rows, recognises at most {share} of the used ones."
+                f"An attacker who knows everything but whether a {noun} was used, and may be wrong about 1% of the unused\n"
+                f"{noun}s, recognises at most {share} of the used ones."
             )
         lines.append("")
     if card["seed_known"]:
@@ -39,15 +39,15 @@ def card_text(card: dict[str, Any]) -> str:
             "**A seed was given for this run.** The guarantee does not hold against anyone who knows or guesses it.",
             "",
         ]
-    sampling = card["sampling"]
+    sampling, units = card["sampling"], card.get("training_units") or card["training_rows"]
     facts = [
         ("protected", card["unit"]),
         ("neighbouring data sets", f"{short_unit(card['unit'])} is added or removed"),
         ("accountant", ACCOUNTANTS.get(card["accountant"], card["accountant"])),
         (
             "sampling",
-            _sampling_text(sampling)
-            + ("" if sampling["max_batch"] is None else f"; at most {sampling['max_batch']} rows"),
+            _sampling_text(sampling, noun)
+            + ("" if sampling["max_batch"] is None else f"; at most {sampling['max_batch']} {noun}s"),
         ),
         ("noise", _or_none(card["noise_multiplier"], "{:g} times the clipping norm, on every released sum")),
         ("kind of noise", card.get("noise") or "independent noise"),
@@ -56,7 +56,10 @@ def card_text(card: dict[str, Any]) -> str:
         ("random numbers", _randomness(card)),
         ("audit", audit_text(card.get("audit"))),
         ("membership attack", "was run; its results are private" if card.get("attack_run") else "was not run"),
-        ("data", f"{card['dataset']}, {card['training_rows']:,} training rows (this number counts as public)"),
+        (
+            "data",
+            f"{card['dataset']}, {units:,} training {noun}s (this number counts as public)",
+        ),
         ("model", f"{card['model']}, {card['parameters']:,} parameters"),
         ("record", f"{card['ledger']['releases']} releases, ledger head `{card['ledger']['head']}`"),
         ("code", f"rgp {card['code']['rgp']}, torch {card['code']['torch']}, Python {card['code']['python']}"),
@@ -76,13 +79,13 @@ def card_text(card: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _sampling_text(sampling: dict[str, Any]) -> str:
+def _sampling_text(sampling: dict[str, Any], noun: str) -> str:
     steps, groups = sampling["steps"], sampling.get("groups", 1)
     if groups == 1:
-        return f"Poisson: each row on its own with probability {sampling['rate']:.6g}, in all {steps} steps"
+        return f"Poisson: each {noun} on its own with probability {sampling['rate']:.6g}, in all {steps} steps"
     return (
-        f"rows are dealt into {groups} groups at random, which take turns in {steps} steps; Poisson: each row of the group on "
-        f"its own with probability {sampling['rate']:.6g}"
+        f"{noun}s are dealt into {groups} groups at random, which take turns in {steps} steps; Poisson: each {noun} of the "
+        f"group on its own with probability {sampling['rate']:.6g}"
     )
 
 

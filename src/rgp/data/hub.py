@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from rgp.data.catalogue import GENERIC, Images, Texts
 from rgp.data.images import ReadImages, channels_first, decode, image_data
 from rgp.data.labels import index_labels
+from rgp.data.people import members_of
 from rgp.data.spec import Data, DataError, DataSpec, listing
-from rgp.data.splits import hold_out
+from rgp.data.splits import content, hold_out
 from rgp.data.text import check_texts, text_data
 
 TIMEOUT = 10.0  # seconds until the hub counts as unreachable
@@ -38,11 +40,17 @@ def load_hub(spec: DataSpec) -> Data:
     train = splits["train"]
     label = _label_column(train, spec, source)
     test_name = next((s for s in _TESTS if s in splits and _has_labels(splits[s], label)), None)
+    if spec.units is not None:
+        _check_columns(train, [spec.units], source)
+        members_of(train[spec.units], spec, source)
     if test_name is None:
-        rows = hold_out(len(train), spec.held_out, spec.seed, source)
+        rows = hold_out(_keys(train, spec), spec.held_out, spec.seed, source)
         parts = [train.select(part) for part in rows]
     else:
         parts = [train, splits[test_name]]
+    members = None
+    if spec.units is not None:
+        members = members_of(parts[0][spec.units], spec, source, column=spec.units)
     known = tuple(getattr(train.features[label], "names", None) or ())
     labels, names = index_labels([part[label] for part in parts], [source] * 2, label, known)
     picture = _image_column(train)
@@ -53,12 +61,31 @@ def load_hub(spec: DataSpec) -> Data:
             ReadImages(read, range(len(part)), torch.from_numpy(y), GENERIC)
             for read, part, y in zip(reads, parts, labels, strict=True)
         ]
-        return image_data(sets, names, source, test_name is not None, tuple(shape), GENERIC)
+        found = image_data(sets, names, source, test_name is not None, tuple(shape), GENERIC)
+        return found if members is None else replace(found, members=members, description=source)
     columns = _text_columns(train, spec, source)
     texts = [[list(part[column]) for column in columns] for part in parts]
     for part in texts:
         check_texts(part, source)
-    return text_data(list(zip(texts, labels, strict=True)), names, source, test_name is not None, spec)
+    return text_data(list(zip(texts, labels, strict=True)), names, source, test_name is not None, spec, members=members)
+
+
+def _keys(rows: Any, spec: DataSpec) -> Iterator[bytes]:
+    """What decides on which side a row falls: its unit, or its content; of images the file, as it is stored."""
+    if spec.units is not None:
+        yield from (content(str(name)) for name in rows[spec.units])
+        return
+    for name, kind in rows.features.items():
+        if type(kind).__name__ == "Image":
+            rows = rows.cast_column(name, type(kind)(decode=False))
+    for row in rows:
+        yield content(*(_stored(row[name]) for name in sorted(row)))
+
+
+def _stored(value: Any) -> Any:
+    if isinstance(value, dict) and set(value) == {"bytes", "path"}:
+        return value["path"] if value["bytes"] is None else value["bytes"]
+    return value
 
 
 def image_arrays(entry: Images) -> dict[str, np.ndarray]:

@@ -17,8 +17,9 @@ from torch.utils.data import Dataset
 
 from rgp.data.catalogue import GENERIC, IMAGES, Pixels
 from rgp.data.labels import index_labels
+from rgp.data.people import refuse_units
 from rgp.data.spec import Data, DataError, DataSpec, listing
-from rgp.data.splits import hold_out
+from rgp.data.splits import content, hold_out, hold_out_published
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 _TEST_FOLDERS = ("test", "validation", "valid", "val")
@@ -61,8 +62,10 @@ def load_digits(spec: DataSpec) -> Data:
     except ImportError as error:
         raise DataError("digits comes with scikit-learn: pip install 'rgp[demo]' or scikit-learn.") from error
     bunch = read()
-    arrays = {"x": bunch.images.astype(np.uint8), "y": bunch.target}
-    return from_arrays(arrays, "digits", spec, IMAGES["digits"].pixels, IMAGES["digits"].labels)
+    x, y = bunch.images.astype(np.uint8), bunch.target
+    train, test = hold_out_published(len(y), spec.held_out, spec.seed)
+    arrays = {"x_train": x[train], "y_train": y[train], "x_test": x[test], "y_test": y[test]}
+    return from_arrays(arrays, "digits", spec, IMAGES["digits"].pixels, IMAGES["digits"].labels, split_here=True)
 
 
 def load_npz(path: Path, spec: DataSpec, pixels: Pixels | None = None, names: tuple[str, ...] = ()) -> Data:
@@ -78,15 +81,25 @@ def load_npz(path: Path, spec: DataSpec, pixels: Pixels | None = None, names: tu
 
 
 def from_arrays(
-    arrays: dict[str, np.ndarray], source: str, spec: DataSpec, pixels: Pixels | None, names: tuple[str, ...]
+    arrays: dict[str, np.ndarray],
+    source: str,
+    spec: DataSpec,
+    pixels: Pixels | None,
+    names: tuple[str, ...],
+    *,
+    split_here: bool = False,
 ) -> Data:
-    published = {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys()
-    if published:
+    """split_here: the test rows among the arrays were held out by us."""
+    refuse_units(spec, source)
+    apart = {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys()
+    published = apart and not split_here
+    if apart:
         parts = [(arrays["x_train"], arrays["y_train"]), (arrays["x_test"], arrays["y_test"])]
     elif {"x", "y"} <= arrays.keys():
         x, y = arrays["x"], arrays["y"]
         _check_lengths(x, y, source)
-        parts = [(x[rows], y[rows]) for rows in hold_out(len(y), spec.held_out, spec.seed, source)]
+        keys = (content(np.asarray(image), str(label)) for image, label in zip(x, y.reshape(-1), strict=True))
+        parts = [(x[rows], y[rows]) for rows in hold_out(keys, spec.held_out, spec.seed, source)]
     else:
         raise DataError(
             f"{source} must hold x_train, y_train, x_test and y_test, or x and y; it holds {listing(sorted(arrays))}."
@@ -154,13 +167,15 @@ def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def load_folder(path: Path, spec: DataSpec) -> Data:
     """One subfolder per class; or train/ and test/ with those inside."""
+    refuse_units(spec, str(path))
     tests = next((path / name for name in _TEST_FOLDERS if (path / name).is_dir()), None)
     published = (path / "train").is_dir() and tests is not None
     if published and tests is not None:
         parts = [_files(path / "train"), _files(tests)]
     else:
         files = _files(path)
-        split = hold_out(len(files), spec.held_out, spec.seed, str(path))
+        keys = (content(file.relative_to(path).as_posix()) for file, _ in files)
+        split = hold_out(keys, spec.held_out, spec.seed, str(path))
         parts = [[files[i] for i in rows] for rows in split]
     labels, names = index_labels([[name for _, name in part] for part in parts], [str(path)] * 2, "subfolder")
     size, shape = spec.image_size, None

@@ -6,12 +6,16 @@ line       a line
 block      all of the text, documents joined by the end-of-text token, cut into pieces of `block` tokens
 
 A document or line longer than max_length tokens is cut off there; the rest of it is not used.
+
+With `units`, what is protected is larger than an example: "document" (with unit block: every document is cut into blocks of its
+own, and protected with all of them), or a column of a table (an author, with all their documents or blocks).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,29 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rgp.data import tables
+from rgp.data.people import members_of
 from rgp.data.spec import Data, DataError, DataSpec
-from rgp.data.splits import hold_out
+from rgp.data.splits import content, hold_out
 from rgp.data.text import Pad, check_texts, find_tokenizer, pad_token, tokenizer_name
 
 TESTS = ("test", "validation", "valid", "dev")
 _CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Documents:
+    """texts, and whose they are (None: each is its own)."""
+
+    texts: list[str]
+    ids: Sequence[Any] | None
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Tokens of the examples, and whose they are."""
+
+    rows: list[np.ndarray]
+    ids: Sequence[Any] | None
 
 
 class TokenSequences(Dataset):
@@ -51,14 +72,25 @@ def load_language(spec: DataSpec) -> Data:
     assert spec.unit is not None
     path = Path(str(spec.name)).expanduser()
     tokenizer = find_tokenizer(spec, str(path))
-    parts = [_tokenise(tokenizer, read_documents(file, spec), spec, str(file)) for file in _files(path)]
-    published = len(parts) == 2
+    files = _files(path)
+    published = len(files) == 2
+    texts = [read_documents(file, spec) for file in files]
     if not published:
-        train, test = hold_out(len(parts[0]), spec.held_out, spec.seed, str(path))
-        parts = [[parts[0][i] for i in rows] for rows in (train, test)]
-    sets = [TokenSequences(rows) for rows in parts]
+        texts = _split(texts[0], tokenizer, spec, str(path)) if spec.units or spec.unit != "block" else texts
+    parts = [_tokenise(tokenizer, text, spec, str(path)) for text in texts]
+    if len(parts) == 1:  # blocks across documents
+        train, test = hold_out(map(content, parts[0].rows), spec.held_out, spec.seed, str(path))
+        parts = [Sequences([parts[0].rows[i] for i in rows], None) for rows in (train, test)]
+    sets = [TokenSequences(part.rows) for part in parts]
     row = row_words(spec)
     token = pad_token(tokenizer)
+    held_out = "published test" if published else "held-out"
+    counts = f"{len(sets[0]):,} training and {len(sets[1]):,} {held_out} examples, each {row}"
+    members, noun = None, "document" if spec.units == "document" else "person"
+    if parts[0].ids is not None:
+        column = None if spec.units == "document" else spec.units
+        members = members_of(parts[0].ids, spec, str(path), noun=noun, column=column, row=str(spec.unit))
+        counts = f"training text of {members.unit.size:,} {noun}s, and {held_out} text"
     return Data(
         train=sets[0],
         test=sets[1],
@@ -66,8 +98,7 @@ def load_language(spec: DataSpec) -> Data:
         kind="text",
         shape=(spec.block if spec.unit == "block" else spec.max_length,),
         collate_fn=Pad(token),
-        description=f"{path}: {len(sets[0]):,} training and {len(sets[1]):,} "
-        f"{'published test' if published else 'held-out'} examples, each {row}",
+        description=f"{path}: {counts}",
         published_test=published,
         public_constants={
             "tokenizer": tokenizer_name(tokenizer),
@@ -76,6 +107,7 @@ def load_language(spec: DataSpec) -> Data:
             "pad_token_id": token,
         },
         row=row,
+        members=members,
     )
 
 
@@ -86,7 +118,15 @@ def row_words(spec: DataSpec) -> str:
     return f"one {spec.unit} of the training text"
 
 
-def read_documents(path: Path, spec: DataSpec) -> list[str]:
+def read_documents(path: Path, spec: DataSpec) -> Documents:
+    """Texts, and whose each is if `units` says so."""
+    if spec.units == "document" and spec.unit != "block":
+        raise DataError(
+            f"units='document' goes with unit='block'; with unit={spec.unit!r} an example is no part of one."
+        )
+    if spec.units not in (None, "document") and path.suffix.lower() not in tables.ENDINGS:
+        raise DataError(f"units={spec.units!r} must be a column of a table, or 'document'; {path} is no table.")
+    ids: Sequence[Any] | None = None
     if path.is_dir():
         found = [_read(file) for file in sorted(path.glob("*.txt"))]
     elif path.suffix.lower() == ".txt":
@@ -98,15 +138,35 @@ def read_documents(path: Path, spec: DataSpec) -> list[str]:
                 f"unit='line' is for .txt files; {path} is a table, whose rows are documents: unit='document'."
             )
         name = (spec.text_columns or ("text",))[0]
-        found = tables.column(tables.read_table(path), name, path)
+        table = tables.read_table(path)
+        found = tables.column(table, name, path)
         check_texts([found], str(path))
+        if spec.units not in (None, "document"):
+            ids = tables.column(table, spec.units, path)
+            members_of(ids, spec, str(path))
     else:
         raise DataError(f"{path}: text is read from .txt files, folders of them, and {', '.join(tables.ENDINGS)}.")
     found = [document.strip() for document in found]
-    found = [document for document in found if document]
-    if not found:
+    kept = [i for i, document in enumerate(found) if document]
+    if not kept:
         raise DataError(f"{path} holds no text.")
-    return found
+    if spec.units == "document":
+        ids = range(len(found))
+    return Documents([found[i] for i in kept], None if ids is None else [ids[i] for i in kept])
+
+
+def _split(documents: Documents, tokenizer: Any, spec: DataSpec, source: str) -> list[Documents]:
+    """Each document on a side of its own; all documents of a person on one side. Those without tokens are nobody's."""
+    texts, ids = documents.texts, documents.ids
+    if spec.unit != "block":
+        long = [len(row) > 1 for row in _token_ids(tokenizer, texts, spec)]
+        texts = [text for text, keep in zip(texts, long, strict=True) if keep]
+        ids = None if ids is None else [name for name, keep in zip(ids, long, strict=True) if keep]
+        if not texts:
+            raise DataError(f"{source}: no {spec.unit} has two tokens or more.")
+    keys = texts if ids is None or spec.units == "document" else [str(name) for name in ids]
+    sides = hold_out(map(content, keys), spec.held_out, spec.seed, source)
+    return [Documents([texts[i] for i in rows], None if ids is None else [ids[i] for i in rows]) for rows in sides]
 
 
 def _files(path: Path) -> list[Path]:
@@ -131,23 +191,38 @@ def _read(path: Path) -> str:
         raise DataError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8.") from error
 
 
-def _tokenise(tokenizer: Any, documents: list[str], spec: DataSpec, source: str) -> list[np.ndarray]:
+def _token_ids(tokenizer: Any, texts: Sequence[str], spec: DataSpec) -> list[list[int]]:
     rows: list[list[int]] = []
     cut = {} if spec.unit == "block" else {"truncation": True, "max_length": spec.max_length}
-    for start in range(0, len(documents), _CHUNK):
-        rows += tokenizer(documents[start : start + _CHUNK], **cut)["input_ids"]
-    if spec.unit != "block":
-        found = [np.asarray(row) for row in rows if len(row) > 1]  # of one token nothing can be predicted
+    for start in range(0, len(texts), _CHUNK):
+        rows += tokenizer(list(texts[start : start + _CHUNK]), **cut)["input_ids"]
+    return rows
+
+
+def _tokenise(tokenizer: Any, documents: Documents, spec: DataSpec, source: str) -> Sequences:
+    rows, ids = _token_ids(tokenizer, documents.texts, spec), documents.ids
+    if spec.unit == "block" and ids is not None:  # of each document its own blocks, the last one shorter
+        pieces = [
+            (np.asarray(row[at : at + spec.block]), name)
+            for row, name in zip(rows, ids, strict=True)
+            for at in range(0, len(row), spec.block)
+        ]
+    elif spec.unit != "block":
+        pieces = [(np.asarray(row), name) for row, name in zip(rows, ids or [None] * len(rows), strict=True)]
+    if spec.unit != "block" or ids is not None:
+        pieces = [(row, name) for row, name in pieces if len(row) > 1]  # of one token nothing can be predicted
+        found = [row for row, _ in pieces]
+        ids = None if ids is None else [name for _, name in pieces]
     else:
         end = getattr(tokenizer, "eos_token_id", None)
         end = getattr(tokenizer, "sep_token_id", None) if end is None else end
         flat = np.concatenate([np.asarray([*row, *([] if end is None else [end])]) for row in rows])
         whole = len(flat) // spec.block * spec.block  # what is left over at the end is not used
         found = list(flat[:whole].reshape(-1, spec.block))
-    if len(found) < 2 and spec.unit == "block":
+    if len(found) < 2 and spec.unit == "block" and ids is None:
         raise DataError(
             f"{source}: {len(flat)} tokens are not enough for two blocks of {spec.block}; choose a smaller block."
         )
     if not found:
         raise DataError(f"{source}: no {spec.unit} has two tokens or more.")
-    return found
+    return Sequences(found, ids)

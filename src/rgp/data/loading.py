@@ -12,8 +12,9 @@ from rgp.data.catalogue import IMAGES, TEXTS, Texts
 from rgp.data.images import load_digits, load_folder, load_mat, load_npz
 from rgp.data.labels import index_labels
 from rgp.data.language import load_language
+from rgp.data.people import members_of
 from rgp.data.spec import Data, DataError, DataSpec, listing
-from rgp.data.splits import hold_out
+from rgp.data.splits import content, hold_out
 from rgp.data.text import check_texts, text_data
 
 _TESTS = ("test", "validation", "valid", "dev")
@@ -130,11 +131,19 @@ def _load_tables(path: Path, spec: DataSpec, entry: Texts | None) -> Data:
     labels, names = index_labels(values, [str(file) for file in files], label_name, entry.labels if entry else ())
     for columns, file in zip(texts, files, strict=True):
         check_texts(columns, str(file))
+    members = ids = None
+    if spec.units is not None:
+        ids = tables.column(read[0], spec.units, files[0])
+        members = members_of(ids, spec, str(files[0]), column=spec.units)
     if len(files) == 1:
-        rows = hold_out(len(labels[0]), spec.held_out, spec.seed, str(path))
+        classes = [names[label] for label in labels[0]]  # the same, however the file writes them
+        keys = zip(*texts[0], classes, strict=True) if ids is None else zip(map(str, ids), strict=True)
+        rows = hold_out((content(*key) for key in keys), spec.held_out, spec.seed, str(path))
+        if ids is not None:
+            members = members_of([ids[i] for i in rows[0]], spec, str(files[0]), column=spec.units)
         texts = [[[column[i] for i in part] for column in texts[0]] for part in rows]
         labels = [labels[0][part] for part in rows]
-    return text_data(list(zip(texts, labels, strict=True)), names, str(path), len(files) > 1, spec, list(more))
+    return text_data(list(zip(texts, labels, strict=True)), names, str(path), len(files) > 1, spec, list(more), members)
 
 
 def _split_file(folder: Path, names: tuple[str, ...]) -> Path | None:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rgp.members import Members
+from rgp.units import ROWS_PER_UNIT
+
 
 class DataError(ValueError):
     """A data set that cannot be found or read. Names the file, the column, and what is there instead."""
@@ -23,12 +26,15 @@ class DataSpec:
     text: column or columns with text; by default "text" or "sentence"
     label: column with the class; by default "label"
     held_out: share of the rows kept for testing, where no test split was published
-    seed: of the permutation that decides which rows those are
+    seed: which rows those are; each one's side follows from it and from the row alone (data/splits.py)
     folder: where built-in data sets are kept; by default $RGP_DATA, or a folder in the user's cache
     tokenizer: for text: name or folder of a Hugging Face tokenizer, or such a tokenizer
     max_length: tokens of a text that are kept
     unit: for language models: what one example is, "document", "line" or "block" (see data/language.py); None for classifiers
     block: tokens of a block
+    units: of a table, the column that says whose a row is: what is protected is then a person with all their rows. For language
+        models with unit="block" also "document": a document with all its blocks
+    rows_per_unit: rows of a person, or blocks of a document, that a step uses at most
     image_size: for image folders and the hub: height and width that images are resized to; by default all must have the same
     """
 
@@ -42,6 +48,8 @@ class DataSpec:
     max_length: int = 128
     unit: str | None = None
     block: int = 128
+    units: str | None = None
+    rows_per_unit: int = ROWS_PER_UNIT
     image_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,6 +65,8 @@ class DataSpec:
             raise DataError(f"unit={self.unit!r} must be 'document', 'line' or 'block', or None for a classifier.")
         if self.block < 2:
             raise DataError(f"block={self.block} must be 2 or more: it counts tokens.")
+        if self.rows_per_unit < 1:
+            raise DataError(f"rows_per_unit={self.rows_per_unit} must be 1 or more: it counts rows of a person.")
         if self.image_size is not None and self.image_size < 1:
             raise DataError(f"image_size={self.image_size} must be 1 or more: it counts pixels.")
         if isinstance(self.text, list):  # as configuration files have it
@@ -85,6 +95,7 @@ class Data:
     public_constants: every number that preprocessing used; none was computed from the data
     label_names: what the classes 0, 1, ... are called
     row: what one row is, where that needs words
+    members: which training rows belong to which person, where `units` says so; private
     more_tests: further test sets by name, such as MNLI's "mismatched"
     """
 
@@ -99,7 +110,13 @@ class Data:
     public_constants: dict[str, Any]
     label_names: tuple[str, ...] = field(default=())
     row: str = ""
+    members: Members | None = None
     more_tests: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def units(self) -> int:
+        """Number of units for training: persons, where there are any, or rows. Public."""
+        return len(self.train) if self.members is None else self.members.unit.size
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from rgp.data.spec import Data, DataError, DataSpec
 from rgp.files import bare_name
+from rgp.members import Members
 
 _CHUNK = 4096
 IGNORED = -100  # a label that Hugging Face's losses leave out
@@ -73,12 +74,20 @@ def text_data(
     published: bool,
     spec: DataSpec,
     more: Sequence[str] = (),
+    members: Members | None = None,
 ) -> Data:
-    """`parts`: for train, test and further tests (named in `more`): text columns (one list of texts each) and labels."""
+    """`parts`: for train, test and further tests (named in `more`): text columns (one list of texts each) and labels.
+
+    members: whose the training texts are; how many texts there are is then private, and not in the description.
+    """
     tokenizer = find_tokenizer(spec, source)
     sets = [TokenTexts(*_tokenise(tokenizer, texts, spec.max_length, source), labels) for texts, labels in parts]
     token = pad_token(tokenizer)
     train, test, *further = sets
+    held_out = "published test" if published else "held-out"
+    counts = f"{len(train):,} training and {len(test):,} {held_out} texts"
+    if members is not None:
+        counts = f"training texts of {members.unit.size:,} {members.unit.noun}s, and {held_out} texts,"
     return Data(
         train=train,
         test=test,
@@ -86,8 +95,7 @@ def text_data(
         kind="text",
         shape=(spec.max_length,),
         collate_fn=Pad(token, left=getattr(tokenizer, "padding_side", "right") == "left"),
-        description=f"{source}: {len(train):,} training and {len(test):,} "
-        f"{'published test' if published else 'held-out'} texts in {len(names)} classes",
+        description=f"{source}: {counts} in {len(names)} classes",
         published_test=published,
         public_constants={
             "tokenizer": tokenizer_name(tokenizer),
@@ -95,6 +103,7 @@ def text_data(
             "pad_token_id": token,
         },
         label_names=names,
+        members=members,
         more_tests=dict(zip(more, further, strict=True)),
     )
 

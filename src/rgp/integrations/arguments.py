@@ -101,6 +101,16 @@ class PrivacyArguments:
             "help": "What the guarantee protects. Rows are drawn, so it is one row of the dataset and nothing else."
         },
     )
+    units: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column of train_dataset that says whose an example is: a person with all their examples is then drawn, "
+            "clipped and protected, and batch_size counts persons."
+        },
+    )
+    rows_per_unit: int | None = field(
+        default=None, metadata={"help": "With units: examples of a person that a step uses at most. Default: 8."}
+    )
     log_loss: bool = field(
         default=True,
         metadata={
@@ -125,6 +135,10 @@ class PrivacyArguments:
             raise ValueError(
                 f"unit={self.unit!r}: the guarantee is for {ROW}, because rows are what is drawn, and the card says "
                 "nothing else. Leave unit out, and make a row of the dataset of whatever you want to protect"
+            )
+        if self.rows_per_unit is not None and self.units is None:
+            raise ValueError(
+                f"rows_per_unit={self.rows_per_unit} goes with units, the column that says whose an example is"
             )
         self.make_method()
 
@@ -208,11 +222,14 @@ def refuse(args: Any) -> None:
 
 def taken_over(args: Any, privacy: PrivacyArguments, batch_size: int, rate: float) -> list[str]:
     """What is done in place of what ordinary training would do with these arguments, for the log."""
+    each = "example" if privacy.units is None else "person"
     said = [
-        f"sampling: Poisson, each example on its own with probability {rate:.4g}, in place of the Trainer's own sampler",
-        f"batch: {batch_size} examples are expected per step, per_device_train_batch_size="
-        f"{args.per_device_train_batch_size} of them at once",
+        f"sampling: Poisson, each {each} on its own with probability {rate:.4g}, in place of the Trainer's own sampler",
+        f"batch: {batch_size} {each}s are expected per step, per_device_train_batch_size="
+        f"{args.per_device_train_batch_size} {'of them' if privacy.units is None else 'examples of theirs'} at once",
     ]
+    if privacy.units is not None:
+        said.append(f"units: what is protected is a person (column {privacy.units}) with all their examples")
     if args.gradient_accumulation_steps != 1:
         said.append(f"gradient_accumulation_steps={args.gradient_accumulation_steps} was taken into that batch size")
     if args.max_grad_norm:

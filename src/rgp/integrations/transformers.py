@@ -36,8 +36,10 @@ from rgp.cards import EpsilonSoFar, card_text, make_card
 from rgp.files import write_text
 from rgp.integrations.arguments import PrivacyArguments, logical_batch, refuse, strategy, taken_over
 from rgp.integrations.losses import ExampleLosses
+from rgp.members import Members
 from rgp.run import Run
 from rgp.sampling import check_dataset
+from rgp.units import ROWS_PER_UNIT
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
@@ -80,11 +82,14 @@ class PrivateTrainer(ExampleLosses):
 
     def _measure(self) -> None:
         self._size = check_dataset(self.train_dataset)
+        self._members = None
+        if self.privacy.units is not None:
+            self._members = find_members(self.train_dataset, self.privacy.units, self.privacy.rows_per_unit)
+            self._size = self._members.unit.size
         self._batch_size = logical_batch(self.args, self.privacy)
         if self._batch_size > self._size:
-            raise ValueError(
-                f"the logical batch size {self._batch_size} must be at most {self._size}, the size of train_dataset"
-            )
+            what = "size of train_dataset" if self._members is None else f"number of persons ({self.privacy.units})"
+            raise ValueError(f"the logical batch size {self._batch_size} must be at most {self._size}, the {what}")
 
     # ------------------------------------------------------------------ training
 
@@ -249,6 +254,7 @@ class PrivateTrainer(ExampleLosses):
             "workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
             "lengths": self._lengths(),
+            "units": self._members,
             "public_loss": self.public_loss,
         }
         method, folder = privacy.make_method(), Path(args.output_dir) / FOLDER
@@ -419,3 +425,18 @@ class PrivateTrainer(ExampleLosses):
     def _save_scaler(self, output_dir: str) -> None: ...
     def _save_rng_state(self, output_dir: str) -> None: ...
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None: ...
+
+
+def find_members(dataset: Any, column: str, rows_per_unit: int | None) -> Members:
+    """The units that a column of the dataset tells of; or a key of its items, where it has no columns."""
+    names = getattr(dataset, "column_names", None)
+    if names is None and isinstance(dataset[0], dict):
+        names = list(dataset[0])
+    if column not in (names or ()):
+        raise ValueError(
+            f"units={column!r}: train_dataset has no such column; it has {', '.join(names or []) or 'none'}"
+        )
+    columns = hasattr(dataset, "column_names")
+    ids = list(dataset[column]) if columns else [dataset[i][column] for i in range(len(dataset))]
+    ids = [name.item() if isinstance(name, Tensor) else name for name in ids]
+    return Members(ids, rows_per_unit=ROWS_PER_UNIT if rows_per_unit is None else rows_per_unit, column=column)

@@ -34,6 +34,13 @@ def plan(
     microbatch: Annotated[int, typer.Option(help="Examples that go through the model at once.")] = 32,
     seq: Annotated[int, typer.Option(help="Tokens per example.")] = 128,
     dataset_size: Annotated[int, typer.Option(help="Number of examples N.")] = 67349,
+    units: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of persons U, where they have several rows: in place of N, and --batch counts persons."
+        ),
+    ] = None,
+    rows_per_unit: Annotated[int, typer.Option(help="With --units: rows of a person that a step uses at most.")] = 8,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3,
     epsilon: Annotated[float, typer.Option(help="The budget of the whole run.")] = 8.0,
     delta: Annotated[float | None, typer.Option(help="1/(10 N) by default, 1e-5 at most.")] = None,
@@ -74,7 +81,8 @@ def plan(
         batch=batch,
         microbatch=microbatch,
         seq=seq,
-        dataset_size=dataset_size,
+        dataset_size=dataset_size if units is None else units,
+        rows_per_unit=1 if units is None else rows_per_unit,
         epochs=epochs,
         epsilon=epsilon,
         delta=delta,

@@ -53,6 +53,9 @@ class Question:
     """Examples that go through the model at once, on each rank."""
     seq: int = 128
     dataset_size: int = 67349
+    """Units to draw from: rows, or persons with rows_per_unit rows each."""
+    rows_per_unit: int = 1
+    """Rows of a drawn person that a step uses, at most; of rows, 1."""
     epochs: float = 3
     epsilon: float = 8.0
     delta: float | None = None
@@ -84,7 +87,7 @@ class Question:
             check_one_of(name, getattr(self, name), allowed)
         for name in self.against:
             check_one_of("against", name, METHODS)
-        for name in ("rank", "batch", "microbatch", "seq", "dataset_size", "world_size", "labels"):
+        for name in ("rank", "batch", "microbatch", "seq", "dataset_size", "rows_per_unit", "world_size", "labels"):
             check_count(name, getattr(self, name))
         if self.bands != "auto" and not (self.bands.isdecimal() and int(self.bands) >= 1):
             raise ValueError(f"bands={self.bands!r} must be a whole number of at least 1, or auto")
@@ -99,5 +102,5 @@ class Question:
 
     @property
     def share(self) -> int:
-        """Expected examples of a logical batch on one rank."""
-        return math.ceil(self.batch / self.world_size)
+        """Expected rows of a logical batch on one rank, if every unit has as many as are used."""
+        return math.ceil(self.batch * self.rows_per_unit / self.world_size)

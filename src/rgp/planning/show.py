@@ -43,6 +43,9 @@ def _facts(plan: dict[str, Any], console: Console) -> None:
     for layer in plan["layers"]:
         kinds[layer["treatment"]] = kinds.get(layer["treatment"], 0) + 1
     batch = f"{plan['batch']:,} of {plan['dataset_size']:,} examples, {plan['microbatch']} at once"
+    if plan["rows_per_unit"] > 1:
+        people = f"{plan['batch']:,} of {plan['dataset_size']:,} persons"
+        batch = f"{people}, at most {plan['rows_per_unit']} rows of each, {plan['microbatch']} rows at once"
     if plan["world_size"] > 1:
         batch += f" on each of {plan['world_size']} {'sharded ' if plan['sharded'] else ''}ranks"
     table.add_row("parameters", f"{plan['parameters']:,}; {plan['trainable']:,} trained")

@@ -32,13 +32,13 @@ def page(runs: Sequence[RecordedRun]) -> Html:
 
 
 def _one(run: RecordedRun) -> Html:
-    rows = run.number("training_rows")
+    units = words.units(run)
     about = " · ".join(
         part
         for part in (
             f"{method_name(run)} on {run.text('dataset')}" if run.text("dataset") else method_name(run),
             f"model {run.text('model')}" if run.text("model") else "",
-            f"{words.whole(rows)} training rows" if rows else "",
+            f"{words.whole(units)} training {words.noun(run)}s" if units else "",
         )
         if part
     )
@@ -114,14 +114,14 @@ def _from_nothing(points: list[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _how_spent(run: RecordedRun) -> Html:
-    batch, rows = run.number("batch_size"), run.number("training_rows")
-    drawn = f"about {words.whole(batch)} of {words.whole(rows)} rows" if batch and rows else "some of the rows"
+    batch, units, noun = run.number("batch_size"), words.units(run), words.noun(run)
+    drawn = f"about {words.whole(batch)} of {words.whole(units)} {noun}s" if batch and units else f"some of the {noun}s"
     return tag(
         "div",
         tag("h3", "How it is spent"),
         tag(
             "p",
-            f"Every step draws {drawn}, each by a toss of its own. It bounds what any one row can contribute, adds noise "
+            f"Every step draws {drawn}, each by a toss of its own. It bounds what any one {noun} can contribute, adds noise "
             "to the sum, and writes a line in the run's ledger before the noisy sum is used.",
         ),
         tag(

@@ -88,8 +88,18 @@ def _meters(run: RecordedRun) -> Html:
 
 
 def _protected(run: RecordedRun) -> Html:
-    rows = run.number("training_rows")
-    count = f"each of the {words.whole(rows)} training rows" if rows else "each training row"
+    units, noun = words.units(run), words.noun(run)
+    count = f"each of the {words.whole(units)} training {noun}s" if units else f"each training {noun}"
+    if noun != "row":
+        return tag(
+            "div",
+            tag("h3", "Who is protected"),
+            tag(
+                "p",
+                f"{run.text('unit').capitalize()}: {count}, with all their rows, against everyone who sees the model. Whoever "
+                "has several ids in the data is protected less.",
+            ),
+        )
     return tag(
         "div",
         tag("h3", "Who is protected"),

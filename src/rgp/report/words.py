@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from rgp.rounding import percent_up, round_up
 
@@ -84,3 +85,13 @@ def strength(epsilon: float) -> str:
     if epsilon <= 1:
         return "strong"
     return "moderate" if epsilon <= 10 else "weak"
+
+
+def noun(run: Any) -> str:
+    """What one unit is called: a row, a person, a document."""
+    return run.text("unit_noun") or "row"
+
+
+def units(run: Any) -> float | None:
+    """How many units there were; public."""
+    return run.number("training_units") or run.number("training_rows")

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rgp.errors import UnsupportedError
-from rgp.norms import at_least_float32, outer_squared_norms, size, times, without
+from rgp.grouping import UnitRows, UnitUse, formed_squared_norms
+from rgp.norms import at_least_float32, outer_squared_norms, size, times, unit_outer_squared_norms, without
 from rgp.rules import rule
 from rgp.rules.norm import add_channels
 from rgp.slots import DeferredSlot
@@ -136,6 +137,12 @@ class ConvUse:
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
         g = times(factors, self.g)
         total.add_(self.geometry.kernel_gradient(g, self.x.to(g.dtype), self.shape).flatten())
+
+    def unit_squared_norms(self, rows: UnitRows) -> Tensor:
+        if self.geometry.groups == 1:
+            patches = self.geometry.patches(at_least_float32(self.x))
+            return unit_outer_squared_norms(self.g.flatten(2).transpose(1, 2), patches.transpose(1, 2), rows)
+        return formed_squared_norms(UnitUse(self, rows))
 
 
 class _Conv(torch.autograd.Function):

@@ -204,7 +204,8 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     from rgp.rounding import round_up
 
     accuracy = "unknown" if summary["accuracy"] is None else f"{summary['accuracy']:.4f}"
-    typer.echo(f"accuracy  {accuracy} on {summary['held_out_rows']} held-out rows")
+    count = summary["held_out_rows"]
+    typer.echo(f"accuracy  {accuracy} on {'' if count is None else f'{count} '}held-out rows")
     for name, value in extra_scores(summary):
         typer.echo(f"{name}  {value:.4f}")
     if summary["epsilon"] is None:

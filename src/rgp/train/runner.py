@@ -148,6 +148,7 @@ class Session:
             workers=settings.run.workers,
             pin_memory=parts.device.type == "cuda",
             lengths=getattr(parts.data.train, "lengths", None),
+            units=parts.data.members,
             public_loss=parts.public_loss,
         )
         folder.write_text(folder.config, settings.to_yaml())
@@ -169,6 +170,7 @@ class Session:
             workers=self.config.run.workers,
             pin_memory=parts.device.type == "cuda",
             lengths=getattr(parts.data.train, "lengths", None),
+            units=parts.data.members,
             augment=setup.make_augment(self.config.training),
             public_loss=parts.public_loss,
             method=parts.method,

@@ -25,6 +25,7 @@ from rgp.train.allowed import (
     treatments,
     whole,
 )
+from rgp.units import ROWS_PER_UNIT
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "adam-corrected")
 IMAGE_MODELS = ("small-cnn", "tiny-cnn", "mlp", "wrn-10-1", "wrn-16-1", "wrn-16-4", "wrn-28-4", "wrn-40-4")
@@ -65,6 +66,12 @@ class DataConfig:
         None, choice("document", "line", "block"), "language models: what one example is, and what is protected"
     )
     block: int = key(128, whole(2), "language models: tokens of a block")
+    units: str | None = key(
+        None,
+        string(),
+        "column that says whose a row is: persons are protected, not rows; with unit block also document",
+    )
+    rows_per_unit: int = key(ROWS_PER_UNIT, whole(1), "with units: rows of a person that a step uses at most")
     image_size: int | None = key(None, whole(1), "height and width that the images of a folder are resized to")
 
 
@@ -134,7 +141,9 @@ class BudgetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    batch_size: int = key(256, whole(1), "expected examples of a step; each is drawn on its own")
+    batch_size: int = key(
+        256, whole(1), "expected examples of a step (with data.units, persons); each is drawn on its own"
+    )
     epochs: float | None = key(None, number(0, above=True), "length of the run in passes over the data")
     steps: int | None = key(None, whole(1), "length of the run in steps, in place of epochs")
     clip: Any = key(None, clips(), "largest gradient norm of one example; or one per parameter-name pattern")

@@ -98,17 +98,25 @@ def load_data(config: Config, tokenizer: Any) -> Any:
     return load(DataSpec(**{f.name: getattr(config.data, f.name) for f in fields(config.data)}, tokenizer=tokenizer))
 
 
+def count_units(data: Any) -> int:
+    """What sampling rates and delta refer to: persons, where the data have any, or rows."""
+    members = getattr(data, "members", None)
+    return len(data.train) if members is None else members.unit.size
+
+
 def check_against_data(config: Config, data: Any) -> int:
     """The number of steps; ConfigError for mistakes that only the data show."""
-    training, budget, size = config.training, config.budget, len(data.train)
+    training, budget, size = config.training, config.budget, count_units(data)
+    members = getattr(data, "members", None)
+    units = "rows" if members is None else f"{members.unit.noun}s"
     mistakes = []
     if training.batch_size > size:
         mistakes.append(
-            f"training.batch_size = {training.batch_size}: must be at most {size}, the number of training rows"
+            f"training.batch_size = {training.batch_size}: must be at most {size}, the number of training {units}"
         )
     if budget.delta is not None and budget.delta * size >= 1:
         mistakes.append(
-            f"budget.delta = {budget.delta:g}: must be below 1/{size}, one over the number of training rows; null "
+            f"budget.delta = {budget.delta:g}: must be below 1/{size}, one over the number of training {units}; null "
             f"chooses {accounting.default_delta(size):g}"
         )
     images = config.model.name in IMAGE_MODELS

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from rgp._version import __version__
-from rgp.cards.content import unit_of
+from rgp.cards.content import counts, unit_of
 from rgp.rounding import finite
 from rgp.run import Run
 from rgp.train.config import Config
 from rgp.train.setup import Parts
+from rgp.units import Rows
 
 
 def summarize(
@@ -52,8 +53,9 @@ def summarize(
         "noise_dimensions": run.plan.noise_dimensions if private else 0,
         "finished": run.finished,
         "planned_steps": mechanism.steps,
-        "training_rows": mechanism.dataset_size,
-        "held_out_rows": len(parts.data.test),
+        **counts(run),
+        # a person more brings all their rows: of persons, no number of rows is public
+        "held_out_rows": len(parts.data.test) if isinstance(mechanism.unit, Rows) else None,
         "unit": unit_of(run, parts.data.row),
         "secure_noise": config.run.secure_noise,
         "releases": run.ledger.count,

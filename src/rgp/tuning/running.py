@@ -84,13 +84,18 @@ def plan_search(
         for config in tried
     ]
     made = make_score(data, score, score_rows, score_noise)
-    private = len(data.train) + (len(data.test) if made.kind == "private" and made.where == "held-out" else 0)
+    if data.members is not None and made.kind == "private":
+        raise ValueError(
+            "--score private counts right answers row by row, with noise for one row; with data.units a person has several of "
+            "them. Use data with a published test split and --score public."
+        )
+    private = data.units + (len(data.test) if made.kind == "private" and made.where == "held-out" else 0)
     delta = accounting.default_delta(private) if base.budget.delta is None else base.budget.delta
     accounting.check_delta(delta, private)
     return make_plan(
         shapes,
         space=space,
-        dataset_size=len(data.train),
+        dataset_size=data.units,
         law=law,
         score=made,
         epsilon=epsilon,
