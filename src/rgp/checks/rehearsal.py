@@ -3,18 +3,22 @@
 Clipping bounds an example's influence only if its gradient does not depend on the others. No list of operations can tell:
 batch statistics, a loss of shape (m, m), a mean over whichever labels are there, padding that counts, a collate_fn that
 mixes. So, before its first batch, the loop is handed a few small batches, whose per-example gradients are compared and
-thrown away:
+thrown away; and again, with other examples, after one step (weights that were zero have moved), four, sixteen and so on
+(a term of the loss may come in late):
 
     natural    up to eight examples
     others     half of them replaced by other examples, three times: the gradients of those that stayed must not move
-    extreme    the largest one replaced by the smallest, of another label if there is one: likewise
+    extreme    one replaced by the largest that was found, of another label if there is one: likewise
+    whole      as many as a micro-batch has, and half of them replaced: a choice of the sixteen hardest shows only here
     fewer      half of them left out, the longest among them: likewise; a sum where a mean was promised shows here too
     copies     two copies of one example, under several seeds, if anything but dropout draws random numbers: what both
                have in common, and what differs from seed to seed, is randomness that examples share. Which of them
                share it depends on who else was drawn, so it must not be
 
-Dropout is left out in all of them. All trials see the same random numbers (copies aside), and afterwards Python's, numpy's
-and torch's generators are as they were.
+In micro-batches of one, where no example can meet another, it is asked whether the loop keeps something of the batches before.
+
+Dropout of activations is left out in all of them. All trials see the same random numbers (copies aside), and afterwards
+Python's, numpy's and torch's generators are as they were, and so are the model's buffers.
 """
 
 from __future__ import annotations
@@ -39,8 +43,10 @@ from rgp.loading import Loading
 from rgp.torchstate import as_tree, forked_rng, has_rows, kept_rng, seed_others
 
 EXAMPLES = 8  # of a trial
-POOL = 24  # examples that are looked at for it
+POOL = 24  # examples that are looked at for it, at least
+LARGEST_WHOLE = 64  # of the examples of a micro-batch that are rehearsed with at once
 OTHERS = 3  # times that half of them are replaced
+AGAIN = 4  # times as many steps go by before the next rehearsal
 SEEDS = 24  # of copies: a layer that is left out once in twenty passes shows in one of them
 DEALS = 4000  # of the copies to seeds, all of which have to be farther apart for randomness to count as shared
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative to an example's whole gradient
@@ -58,6 +64,7 @@ class Trial:
     examples: int
     seed: int
     drew: bool  # whether making the batch, or the loop, drew random numbers
+    weights: Tensor | None = None  # tells whether another trial had the same
     sketches: Sketches = field(default_factory=dict)
     inputs: list[Tensor] = field(default_factory=list)  # of the model: (m, 2), norm and a projection of each row
     outputs: list[Tensor] = field(default_factory=list)
@@ -78,7 +85,7 @@ class Trial:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for kept, tensors in ((self.inputs, (args, kwargs)), (self.outputs, as_tree(outputs))):
                 for leaf in tree_leaves(tensors):
-                    if has_rows(leaf, self.examples) and leaf.is_floating_point():
+                    if has_rows(leaf, self.examples) and (leaf.is_floating_point() or kept is self.inputs):
                         self.coarse |= leaf.dtype in (torch.float16, torch.bfloat16)
                         kept.append(sketch(leaf.detach().reshape(self.examples, -1))[:, :2])
 
@@ -98,15 +105,22 @@ class Rehearsal:
         dataset: Any,
         loading: Loading,
         dtype: torch.dtype,
-        seed: Callable[[int], int],
+        seed: Callable[[int, int], int],
         together: Callable[[bool], bool] = bool,
     ) -> None:
-        self._dataset, self._loading, self._seed, self._together = dataset, loading, seed, together
+        """seed: of a step and the number of a trial."""
+        self._dataset, self._loading, self._seeds, self._together = dataset, loading, seed, together
         self._tolerance = TOLERANCE.get(dtype, COARSE)
-        self.pending = loading.microbatch_size != 1  # alone in a micro-batch, no example can meet another
+        self._first: int | None = None  # the step that was rehearsed first
+        self._next = 0  # how many steps after it the next one comes
+        self._step = 0
 
-    def trials(self) -> Iterator[Trial]:
+    def is_due(self, step: int) -> bool:
+        return self._first is None or step - self._first >= self._next
+
+    def trials(self, step: int) -> Iterator[Trial]:
         """Each trial is yielded for the loop to work on it; it has its sketches when this goes on."""
+        self._step = step
         try:
             yield from self._ask()
         except CannotTellError as error:
@@ -114,7 +128,19 @@ class Rehearsal:
                 f"{error}, so it was not checked that the model, the loss and the batches keep examples apart, which epsilon "
                 "rests on. Check it once with rgp.check(model, batch, loss_fn): see docs/pitfalls.md."
             )
-        self.pending = False
+        self._first = step if self._first is None else self._first
+        self._next = 1
+        while self._next <= step - self._first:
+            self._next *= AGAIN
+
+    @property
+    def _released(self) -> str:
+        if self._step == 0:
+            return "Nothing was released."
+        return f"It shows now, before step {self._step}: the releases so far may be affected, so do not rely on their epsilon."
+
+    def _seed(self, number: int) -> int:
+        return self._seeds(self._step, number)
 
     def _ask(self) -> Iterator[Trial]:
         problem, items = None, []
@@ -130,19 +156,38 @@ class Rehearsal:
         chosen, spare = list(range(m)), [*range(m, len(items)), *range(m)]
         natural = self._trial([items[i] for i in chosen])
         yield natural
+        if m == 1:
+            yield self._trial([max(items[1:], key=_magnitude)])
+            yield from self._ask_again(natural, items, chosen)
+            return
 
         for number in range(OTHERS):
             rest = spare[number * (m - m // 2) :] + spare  # other ones each time, as long as there are any
             swapped = [*chosen[: m // 2], *_different(items, chosen[m // 2 :], rest)]
             others = self._trial([items[i] for i in swapped])
             yield others
+            if not _same_weights(natural, others):  # the loop changes them by itself, as a WGAN's clamp does
+                natural = self._trial([items[i] for i in chosen])
+                yield natural
             yield from self._compare(natural, others, items, chosen, list(range(m // 2)))
 
-        largest, smallest = _extremes(items, chosen)
-        kept = [i for i in chosen if i != largest]
-        extreme = self._trial([items[smallest if i == largest else i] for i in chosen])
+        out, in_place = _extremes(items, chosen)
+        kept = [i for i in chosen if i != out]
+        extreme = self._trial([items[in_place if i == out else i] for i in chosen])
         yield extreme
         yield from self._compare(natural, extreme, items, chosen, kept)
+
+        size = min(self._loading.microbatch_size or m, LARGEST_WHOLE, len(items) * 2 // 3)
+        if size > m:
+            whole = self._trial(items[:size])
+            yield whole
+            swapped = [
+                *range(size // 2),
+                *_different(items, list(range(size // 2, size)), list(range(size, len(items)))),
+            ]
+            half = self._trial([items[i] for i in swapped])
+            yield half
+            yield from self._compare(whole, half, items, list(range(size)), list(range(size // 2)))
 
         fewer = self._trial([items[i] for i in chosen[: m - m // 2]])
         yield fewer
@@ -154,15 +199,15 @@ class Rehearsal:
                 copies = self._trial([items[0], items[0]], number=number + 1)
                 yield copies
                 passes.append(_rows(copies.sketches))
-            _check_shared(torch.stack(passes), self._tolerance)
+            _check_shared(torch.stack(passes), self._tolerance, self._released)
 
     # ------------------------------------------------------------------ the examples
 
     def _items(self) -> list[Any]:
         """Examples to rehearse with, the longest among the first; none if there is only one."""
-        size = len(self._dataset)
+        size, wanted = len(self._dataset), 3 * min(self._loading.microbatch_size or 0, LARGEST_WHOLE) // 2
         with seeded(self._seed(0)):
-            indices = np.random.permutation(size)[:POOL].tolist()
+            indices = np.random.permutation(size)[: max(POOL, wanted)].tolist()
             try:
                 items = [self._dataset[i] for i in indices]
             except Exception as error:
@@ -176,8 +221,13 @@ class Rehearsal:
         if all(_equal(items[0], item) for item in items[1:]):
             raise CannotTellError("the examples that were looked at are all alike")
         items.sort(key=_length)
-        if len(items) > EXAMPLES:  # short ones, and the longest
+        if (
+            len(items) > EXAMPLES
+        ):  # short ones, and the longest; the largest comes last: a running maximum shows when it is met
             items = [*items[: EXAMPLES - 1], items[-1], *items[EXAMPLES - 1 : -1]]
+            largest = max(range(len(items)), key=lambda i: _magnitude(items[i]))
+            if largest != EXAMPLES - 1 or _length(items[0]) == _length(items[largest]):
+                items.append(items.pop(largest))
         return items
 
     def _trial(self, items: list[Any], number: int = 0) -> Trial:
@@ -203,7 +253,7 @@ class Rehearsal:
     ) -> Iterator[Trial]:
         """Raise if an example that stayed has another gradient in the second trial."""
         same_shapes = _shapes(one.batch) == _shapes(two.batch)
-        moved, name = _moved(one.sketches, two.sketches, len(stayed))
+        moved, name = _moved(one, two, stayed)
         tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) * (1 if same_shapes else OTHER_SHAPES)
         # random numbers of another shape are others, for every example
         apart = moved <= tolerance or (one.drew and not same_shapes)
@@ -211,22 +261,34 @@ class Rehearsal:
             self._check_reduction(one, two)
         if self._together(apart):
             return
+        yield from self._ask_again(one, items, chosen, tolerance, another_rank=apart)
+        if apart:
+            return
+        raise UnsupportedError(
+            f"{_stage(one, two, stayed, same_shapes, tolerance)}: the gradient of an example changed, by {_percent(moved)} "
+            f"and most at parameter {name!r}, when only other examples of the batch were "
+            f"{'replaced' if one.examples == two.examples else 'left out'}. Then no clipping bounds one example's influence. "
+            f"{_advice(one, two, stayed, same_shapes, tolerance)} {self._released} See docs/pitfalls.md."
+        )
+
+    def _ask_again(
+        self,
+        one: Trial,
+        items: list[Any],
+        chosen: list[int],
+        tolerance: float | None = None,
+        another_rank: bool = False,
+    ) -> Iterator[Trial]:
+        """Raise if the same examples have other gradients now."""
         again = self._trial([items[i] for i in chosen])
         yield again
-        if apart:
-            return  # it was another rank
-        if _moved(one.sketches, again.sketches, len(chosen))[0] > tolerance:
+        tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) if tolerance is None else tolerance
+        if not another_rank and _moved(one, again, list(range(len(chosen))))[0] > tolerance:
             raise UnsupportedError(
                 "the loop gave other gradients for the same examples when it was asked again, under the same random numbers. It "
                 "keeps something of earlier batches (a queue, running statistics), or draws from a generator of its own: take "
-                "torch's, which the run seeds. Nothing was released. (probe=False leaves this check out.) See docs/pitfalls.md."
+                f"torch's, which the run seeds. {self._released} (probe=False leaves this check out.) See docs/pitfalls.md."
             )
-        raise UnsupportedError(
-            f"{_stage(one, two, stayed, same_shapes, tolerance)}: the gradient of an example changed, by {moved:.0%} of its norm "
-            f"and most at parameter {name!r}, when only other examples of the batch were "
-            f"{'replaced' if one.examples == two.examples else 'left out'}. Then no clipping bounds one example's influence. "
-            f"{_advice(one, two, stayed, same_shapes, tolerance)} Nothing was released. See docs/pitfalls.md."
-        )
 
     def _check_reduction(self, natural: Trial, fewer: Trial) -> None:
         """A loss that is summed where a mean was promised, or the other way round, scales with the number of examples."""
@@ -246,8 +308,12 @@ class Rehearsal:
                 f"loss_reduction={reduction!r} was promised, and the loss is {seen} the examples: with {fewer.examples} of "
                 f"{natural.examples} examples, gradients are {ratio:.2g} times as large, so one example more would scale "
                 f"everybody's. Pass loss_reduction={'sum' if reduction == 'mean' else 'mean'!r}, or reduce the loss as promised. "
-                "Nothing was released."
+                f"{self._released}"
             )
+
+
+def _same_weights(one: Trial, two: Trial) -> bool:
+    return one.weights is None or two.weights is None or torch.equal(one.weights, two.weights)
 
 
 def _stage(one: Trial, two: Trial, stayed: list[int], same_shapes: bool, tolerance: float) -> str:
@@ -288,7 +354,7 @@ def _advice(one: Trial, two: Trial, stayed: list[int], same_shapes: bool, tolera
     )
 
 
-def _check_shared(passes: Tensor, tolerance: float) -> None:
+def _check_shared(passes: Tensor, tolerance: float, released: str) -> None:
     """passes (seeds, 2, K): the sketches of two copies of one example. Raise if they share what differs between seeds."""
     passes = passes.nan_to_num()
     scale = passes.norm(dim=2).amax().clamp_min(1e-30)
@@ -300,10 +366,10 @@ def _check_shared(passes: Tensor, tolerance: float) -> None:
     if alike or _nearer_than_by_chance(passes[:, :, informative] / spread[informative]):
         raise UnsupportedError(
             "the examples of a batch share random numbers: two copies of one example came out alike under each of several "
-            "seeds, and otherwise under others. A flip drawn once for a batch does that, or a layer that is left out for a whole "
-            "batch (layerdrop, stochastic depth in batch mode). Which examples share a draw depends on who else is in the batch, "
-            "so one example more would change everybody's gradient. Draw for each example on its own: torch.rand(len(x)) in "
-            "place of torch.rand(1). Nothing was released. See docs/pitfalls.md."
+            "seeds, and otherwise under others. A flip drawn once for a batch does that, a layer that is left out for a whole "
+            "batch (layerdrop, stochastic depth in batch mode), or dropout of weights. Which examples share a draw depends on "
+            "who else is in the batch, so one example more would change everybody's gradient. Draw for each example on its own: "
+            f"torch.rand(len(x)) in place of torch.rand(1). {released} See docs/pitfalls.md."
         )
 
 
@@ -322,23 +388,49 @@ def _rows(sketches: Sketches) -> Tensor:
     return torch.cat(list(sketches.values()), 1)
 
 
-def _moved(one: Sketches, two: Sketches, stayed: int) -> tuple[float, str]:
+def _moved(one: Trial, two: Trial, stayed: list[int]) -> tuple[float, str]:
     """By how much the gradient of an example that stayed has changed, relative to its norm, and where most.
 
-    A collate_fn may sort the examples: so many gradients of the first trial have to be found again in the second.
+    A collate_fn or the loop may sort the examples: then so many gradients of the first trial have to be found again in the
+    second, wherever they are.
     """
-    before, after = _rows(one), _rows(two)
-    before, after = before[before.isfinite().all(1)], after[after.isfinite().all(1)]
-    stayed = min(stayed, len(before), len(after))
-    if not stayed:
+    before, after, names = _rows(one.sketches), _rows(two.sketches), list(one.sketches)
+    if _in_place(one, two, stayed):
+        before, after, stayed = before[stayed], after[stayed], list(range(len(stayed)))
+    finite, still = before.isfinite().all(1), after.isfinite().all(1)
+    replaced, added = len(before) - len(stayed), len(after) - len(stayed)
+    if int(still.sum()) < int(finite.sum()) - replaced or int(finite.sum()) < int(still.sum()) - added:
+        return float("inf"), names[0]  # one example made others NaN or Inf
+    if not bool(finite.any()):
         return 0.0, ""
-    scale = before[:, ::3].norm(dim=1)  # the norms
+    scale = before[finite][:, ::3].norm(dim=1)  # the norms
     scale = (scale + 1e-6 * scale.amax() + 1e-30).view(-1, 1, 1)
-    change = (before[:, None] - after[None]).abs() / scale
-    nearest = change.amax(2).argmin(1)
-    found = change[torch.arange(len(before)), nearest]
-    worst = int(found.amax(1).argsort()[stayed - 1])
-    return float(found[worst].max()), list(one)[int(found[worst].argmax()) // 3]
+    if replaced == added == 0:
+        if bool((finite != still).any()):
+            return float("inf"), names[0]
+        found = (before - after)[finite].abs() / scale[:, 0]
+        sure = len(found)
+    else:
+        change = (before[finite][:, None] - after[still][None]).abs() / scale
+        found = change[torch.arange(len(change)), change.amax(2).argmin(1)]
+        sure = min(len(stayed), len(found) - replaced)
+        if sure <= 0:
+            return 0.0, ""
+    worst = int(found.amax(1).argsort()[sure - 1])
+    return float(found[worst].max()), names[int(found[worst].argmax()) // 3]
+
+
+def _in_place(one: Trial, two: Trial, stayed: list[int]) -> bool:
+    """Whether the examples that stayed are in the same rows, in the batch and where the model got them."""
+    return (
+        _shapes_of_rows(one.batch) == _shapes_of_rows(two.batch)
+        and _same_rows(one.batch, two.batch, stayed)
+        and not any(_relative(a[stayed], b[stayed]) > COARSE for a, b in zip(one.inputs, two.inputs, strict=False))
+    )
+
+
+def _percent(moved: float) -> str:
+    return f"{moved:.0%} of its norm" if moved < float("inf") else "turning into NaN or Inf"
 
 
 def _relative(one: Tensor, two: Tensor) -> float:
@@ -357,6 +449,10 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 def _shapes(batch: Any) -> list[torch.Size]:
     return [leaf.shape for leaf in _tensors(batch)]
+
+
+def _shapes_of_rows(batch: Any) -> list[torch.Size]:
+    return [leaf.shape[1:] for leaf in _tensors(batch)]
 
 
 def _same_rows(one: Any, two: Any, rows: list[int]) -> bool:
@@ -425,13 +521,15 @@ def _different(items: list[Any], replaced: list[int], spare: list[int]) -> list[
 
 
 def _extremes(items: list[Any], chosen: list[int]) -> tuple[int, int]:
-    """The largest of the chosen items, and the smallest of those that differ from it in most respects."""
+    """(which of the chosen items to replace, by which): one by the largest of all that were not chosen; where all were
+    chosen, the largest by the smallest. Of several that would do, those that differ in most respects."""
+    spare = [i for i in range(len(items)) if i not in chosen]
+    if spare:
+        largest = max(spare, key=lambda i: _magnitude(items[i]))
+        return max(chosen, key=lambda i: (_differing(items[i], items[largest]), -_magnitude(items[i]))), largest
     largest = max(chosen, key=lambda i: _magnitude(items[i]))
-    others = [i for i in range(len(items)) if i != largest]
-    most = max(_differing(items[largest], items[i]) for i in others)
-    return largest, min(
-        (i for i in others if _differing(items[largest], items[i]) == most), key=lambda i: _magnitude(items[i])
-    )
+    others = [i for i in chosen if i != largest]
+    return largest, max(others, key=lambda i: (_differing(items[i], items[largest]), -_magnitude(items[i])))
 
 
 # ---------------------------------------------------------------------- random numbers
