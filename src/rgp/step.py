@@ -21,7 +21,7 @@ from rgp.carriers import CarrierSearch
 from rgp.checks import guards
 from rgp.checks.kinks import check_kinks
 from rgp.checks.means import check_even
-from rgp.checks.rehearsal import Trial
+from rgp.checks.trial import Trial
 from rgp.checks.writes import Writes
 from rgp.clipping import Gradients
 from rgp.distributed import HERE, STOPS, RankReport

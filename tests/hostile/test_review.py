@@ -253,3 +253,30 @@ def test_adversarial_training_is_bounded(method):
     options: dict[str, Any] = {"method": method, "seed": 1}
     both, less = (released(model, part, loss, **options) for part in (rows, rows[:-1]))
     assert 0.1 * C < (both - less).norm() <= C * (1 + 1e-6)
+
+
+# ---------------------------------------------------------------------- a dataset that loads several rows at once
+
+
+class Together:
+    """As Hugging Face's datasets with a transform: one row alone is one thing, and several are loaded together."""
+
+    def __init__(self, centred: bool) -> None:
+        self.rows, self.centred = data(), centred
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        x = torch.stack([self.rows[i][0] for i in indices])
+        x = x - x.mean(0) if self.centred else x
+        return [(row, self.rows[i][1]) for row, i in zip(x, indices, strict=True)]
+
+
+def test_rows_that_are_loaded_together():
+    with pytest.raises(rgp.UnsupportedError, match="when only other examples"):
+        loop(net(), mean, rows=Together(centred=True))
+    assert loop(net(), mean, rows=Together(centred=False)).step_index == 2
