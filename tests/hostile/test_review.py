@@ -280,3 +280,38 @@ def test_rows_that_are_loaded_together():
     with pytest.raises(rgp.UnsupportedError, match="when only other examples"):
         loop(net(), mean, rows=Together(centred=True))
     assert loop(net(), mean, rows=Together(centred=False)).step_index == 2
+
+
+# ---------------------------------------------------------------------- padding that counts a little
+
+
+class Attends(nn.Module):
+    """At its beginning a transformer hardly looks at other positions: padding changes gradients by a thousandth."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.masked, self.table, self.out = masked, nn.Embedding(50, 8), nn.Linear(8, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        there = (ids > 0) if self.masked else torch.ones_like(ids, dtype=torch.bool)
+        scores = (x @ x.mT).masked_fill(~there[:, None], -torch.inf)
+        return self.out((x + 0.004 * scores.softmax(2) @ x)[:, 0])
+
+
+def padded(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    ids = nn.utils.rnn.pad_sequence([ids for ids, _ in rows], batch_first=True)
+    return ids, torch.tensor([y for _, y in rows])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_that_counts_a_little(masked):
+    generator = torch.Generator().manual_seed(3)
+    rows = [(torch.randint(1, 50, (3 + i % 8,), generator=generator), i % 2) for i in range(ROWS)]
+    options: dict[str, Any] = {"rows": rows, "collate_fn": padded}
+    if masked:
+        assert loop(Attends(True), mean, **options).step_index == 2
+    else:
+        with pytest.raises(rgp.UnsupportedError, match="depend on the padding"):
+            loop(Attends(False), mean, **options)

@@ -46,7 +46,8 @@ OTHERS = 3  # times that half of them are replaced
 AGAIN = 4  # times as many steps go by before the next rehearsal
 SEEDS = 24  # of copies: a layer that is left out once in twenty passes shows in one of them
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative to an example's whole gradient
-OTHER_SHAPES = 100  # times as much rounding where a trial has other shapes
+# times as much rounding where a trial has other shapes; on a GPU other kernels may be chosen for them, and TF32
+OTHER_SHAPES, ON_GPU = 3, 100
 
 
 class CannotTellError(Exception):
@@ -217,7 +218,7 @@ class Rehearsal:
         """Raise if an example that stayed has another gradient in the second trial."""
         same_shapes = shapes_of(one.batch) == shapes_of(two.batch)
         change, name = moved(one, two, stayed)
-        tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) * (1 if same_shapes else OTHER_SHAPES)
+        tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) * (1 if same_shapes else _of_other_shapes())
         # random numbers of another shape are others, for every example
         apart = change <= tolerance or (one.drew and not same_shapes)
         if change > tolerance:
@@ -273,3 +274,7 @@ class Rehearsal:
                 f"everybody's. Pass loss_reduction={'sum' if reduction == 'mean' else 'mean'!r}, or reduce the loss as promised. "
                 f"{self._released}"
             )
+
+
+def _of_other_shapes() -> int:
+    return ON_GPU if torch.cuda.is_available() else OTHER_SHAPES
