@@ -297,7 +297,7 @@ class Attends(nn.Module):
         x = self.table(ids)
         there = (ids > 0) if self.masked else torch.ones_like(ids, dtype=torch.bool)
         scores = (x @ x.mT).masked_fill(~there[:, None], -torch.inf)
-        return self.out((x + 0.004 * scores.softmax(2) @ x)[:, 0])
+        return self.out((x + 0.05 * scores.softmax(2) @ x)[:, 0])
 
 
 def padded(rows: list[Any]) -> tuple[Tensor, Tensor]:
@@ -309,7 +309,7 @@ def padded(rows: list[Any]) -> tuple[Tensor, Tensor]:
 def test_padding_that_counts_a_little(masked):
     generator = torch.Generator().manual_seed(3)
     rows = [(torch.randint(1, 50, (3 + i % 8,), generator=generator), i % 2) for i in range(ROWS)]
-    options: dict[str, Any] = {"rows": rows, "collate_fn": padded}
+    options: dict[str, Any] = {"rows": rows, "collate_fn": padded, "seed": 1}
     if masked:
         assert loop(Attends(True), mean, **options).step_index == 2
     else:
