@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from rgp.checks.means import MEANS, Output, is_uneven, outputs_of
+from rgp.checks.passes import BACKWARD, GRAD, OwnPasses
 from rgp.errors import UnsupportedError, WrongUseError
 from rgp.rules import ALIASES, ANYTIME, PICKED, RULES, TRANSPOSED
 from rgp.rules.constants import Constants, tensors_in
@@ -59,6 +60,7 @@ class Capture(TorchFunctionMode):
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
         self._forms: dict[Slot, Tensor | None] = {}  # as what a parameter was used: what was derived from it, or itself
+        self.own_passes = OwnPasses(slots, model)
         self.constants = Constants(model, lambda tensor: self.slot(tensor) is not None)
         self.owners = Owners()
         self.looped: set[tuple[str, tuple[str, ...]]] = set()  # operations and parameters the fallback was used for
@@ -154,9 +156,12 @@ class Capture(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward or func is torch.autograd.backward:
-            if not self.in_backward:
-                raise WrongUseError("call run.step(loss) in place of loss.backward(): it runs the backward pass itself")
+        if not self.in_backward and (func in BACKWARD or (func is GRAD and self.examples is not None)):
+            if self.own_passes.check(func, args, kwargs) == "others" and self.rehearsing:
+                return None  # a generator is not trained while the loop is rehearsed
+            with self.own_passes.nothing_stays():
+                return func(*args, **kwargs)
+        if func in BACKWARD:
             if self.recomputes and func is torch.autograd.backward and kwargs.get("inputs") is None:
                 # a mode steps aside for the call that it handles, but activation checkpoints recompute inside this one
                 edges = [get_gradient_edge(t) if isinstance(t, Tensor) else t for t in args[0]]
@@ -166,8 +171,8 @@ class Capture(TorchFunctionMode):
             _refuse_gradient_clipping()
         if self.examples is None:
             return func(*args, **kwargs)
-        if self.rehearsing and func in DROPOUTS:
-            return args[0] if args else kwargs["input"]
+        if self.rehearsing and func in DROPOUTS and self._has_examples(dropped := args[0] if args else kwargs["input"]):
+            return dropped
         if self.rehearsing and func in DROPOUT_AT:
             args, kwargs = _without_dropout(DROPOUT_AT[func], args, kwargs)
         result = self._operate(func, args, kwargs)
@@ -283,6 +288,11 @@ class Capture(TorchFunctionMode):
 
     def _is_of_batch(self, tensor: Tensor) -> bool:
         return self.slot(tensor) is None and tensor not in self.constants
+
+    def _has_examples(self, tensor: Tensor) -> bool:
+        """Whether dropping entries of this is each example's own matter. Of weights, or of one mask for all, it is not."""
+        assert self.examples is not None
+        return self._is_of_batch(tensor) and tensor.dim() > 0 and tensor.shape[0] % self.examples == 0
 
     def rows(self, *tensors: Tensor) -> int | Owned:
         """Whose rows these have: the number of examples, if they come first, or the owners of rows that were picked."""

@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import nn
@@ -26,18 +29,24 @@ def remember(model: nn.Module, ledger: Ledger, dataset: Any) -> None:
     _runs.setdefault(model, []).append((ledger, id(dataset)))
 
 
-def check_first(model: nn.Module, dataset: Any, size: int) -> None:
-    """Refuse a model that an earlier run of this process has trained on the same data; warn if the data look different."""
+def check_all_named(model: nn.Module, dataset: Any, size: int, earlier: Sequence[Earlier]) -> None:
+    """Refuse a model that a run of this process has trained on the same data, unless it is among the earlier ones as it stands
+    now; warn if the data look different."""
+    named = Counter(head for run in earlier for head in run.heads)  # two runs with one seed may have equal heads
     for ledger, data in _runs.get(model, ()):
         if not ledger.count:
+            continue
+        if named[ledger.head]:
+            named[ledger.head] -= 1
             continue
         before = ledger.header["dataset_size"]
         over = f"{before} {_units(ledger)}"
         if data == id(dataset) or before == size:
             raise WrongUseError(
                 f"this model was trained by an earlier run of this process, with {ledger.count} releases over {over}: an "
-                "epsilon for the new run alone would be too small. Give after=run.ledger (or after=FOLDER) of the earlier run, "
-                "and epsilon counts both; or after=() if their rows have nobody in common. To start anew, make a new model."
+                "epsilon that leaves them out would be too small. Give after=run.ledger (or after=FOLDER) of the earlier run, or "
+                "a list of them all, and epsilon counts them; or after=() if their rows have nobody in common. To start anew, "
+                "make a new model."
             )
         warnings.warn(
             f"this model was trained by an earlier run of this process, over {over}. If they have people in common with "
@@ -45,8 +54,19 @@ def check_first(model: nn.Module, dataset: Any, size: int) -> None:
         )
 
 
-def earlier_events(after: Any, unit: Unit | None = None) -> list[tuple[str, list[Event]]]:
-    """(head of the ledger, its events) of each run that `after` names: ledgers, runs or folders, one or several.
+@dataclass(frozen=True)
+class Earlier:
+    """An earlier run's releases, and the heads of its ledger and of those that it counts itself."""
+
+    heads: tuple[str, ...]
+    events: tuple[Event, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"heads": list(self.heads), "events": [astuple(event) for event in self.events]}
+
+
+def earlier_runs(after: Any, unit: Unit | None = None) -> list[Earlier]:
+    """The runs that `after` names: ledgers, runs or folders, one or several. One that is given twice counts twice.
 
     unit: what this run protects. Epsilons for different units do not add up: a run that protects rows promises persons less,
     and one that protects persons, added or removed as a whole, says nothing of one row of theirs.
@@ -54,18 +74,22 @@ def earlier_events(after: Any, unit: Unit | None = None) -> list[tuple[str, list
     if after is None:
         return []
     several = after if isinstance(after, (list, tuple, set)) else [after]
-    ledgers = [_ledger(given) for given in several]
-    for ledger in ledgers:
-        before = unit_from_json(ledger.header.get("unit"), ledger.header["dataset_size"])
-        if unit is not None and (before.short, getattr(before, "column", None)) != (
-            unit.short,
-            getattr(unit, "column", None),
-        ):
-            raise ValueError(
-                f"after names a run that protects {before.describe()}, and this one protects {unit.describe()}: their epsilons "
-                "are about different neighbours, and do not add up. Train both with the same units."
-            )
-    return [(ledger.head, ledger.events()) for ledger in ledgers]
+    found = []
+    for ledger in map(_ledger, several):
+        _check_unit(ledger, unit)
+        counted = [head for run in ledger.header.get("after", ()) for head in run.get("heads", ())]
+        found.append(Earlier((ledger.head, *counted), tuple(ledger.events())))
+    return found
+
+
+def _check_unit(ledger: Ledger, unit: Unit | None) -> None:
+    before = unit_from_json(ledger.header.get("unit"), ledger.header["dataset_size"])
+    if unit is None or (before.short, getattr(before, "column", None)) == (unit.short, getattr(unit, "column", None)):
+        return
+    raise ValueError(
+        f"after names a run that protects {before.describe()}, and this one protects {unit.describe()}: their epsilons "
+        "are about different neighbours, and do not add up. Train both with the same units."
+    )
 
 
 def _units(ledger: Ledger) -> str:

@@ -30,7 +30,7 @@ class Loop:
                 dataset,
                 loading,
                 step.trained.dtype,
-                lambda number: streams.torch_seed(0, 2**37 + number),
+                lambda at, number: streams.torch_seed(at, 2**40 + number),
                 self._together,
             )
         self._step, self._loading, self._streams = step, loading, streams
@@ -90,7 +90,7 @@ class Loop:
                     continue
                 if loader is None or discarded:
                     loader = self._load()
-                if self.rehearsal is not None and self.rehearsal.pending:
+                if self.rehearsal is not None and self.rehearsal.is_due(index):
                     yield from self._rehearse(token)
                 for current in self._passes(parts):
                     if current.view == 0:
@@ -193,12 +193,15 @@ class Loop:
     def _rehearse(self, token: object) -> Iterator[Any]:
         """Hand out the batches of the rehearsal; nothing of them is summed."""
         assert self.rehearsal is not None
-        for trial in self.rehearsal.trials():
-            self._enter(Pass(list(range(trial.examples)), 0, 0, True, False, trial))
-            yield trial.batch
-            self._check_newest(token)
-            self._check_taken()
-            self._leave()
+        writes = self._step.writes
+        with writes.rehearsed():
+            for trial in self.rehearsal.trials(self._step.index):
+                self._enter(Pass(list(range(trial.examples)), 0, 0, True, False, trial))
+                yield trial.batch
+                self._check_newest(token)
+                self._check_taken()
+                self._leave()
+                writes.compare()
 
     def _together(self, flag: bool) -> bool:
         """Whether it holds on all ranks, where they make the same passes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from rgp.distributed import (
     share_streams,
     share_weights,
 )
-from rgp.earlier import check_first, earlier_events, remember
+from rgp.earlier import check_all_named, earlier_runs, remember
 from rgp.ema import WeightMean
 from rgp.errors import UnsupportedError
 from rgp.ledger import Ledger
@@ -163,7 +163,7 @@ def privatize(
     )
     check_model(model)
     unit: Unit = Rows(size) if members is None else members.unit
-    earlier = earlier_events(after, unit)
+    earlier = earlier_runs(after, unit)
     ranks = find_ranks(process_group)
     share_weights(ranks, model)
     plan = make_plan(model, method)
@@ -181,14 +181,14 @@ def privatize(
         steps=steps,
         clip=clip,
         max_batch=max_batch,
-        spent=[event for _, events in earlier for event in events],
+        spent=[event for one in earlier for event in one.events],
         bands=bands,
         workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, steps),
     )
     check_carriers(method, mechanism.bands)
     mechanism.clip.groups([e.name for e in plan.trained])
-    if after is None and min(mechanism.sigmas) > 0:
-        check_first(model, dataset, unit.size)
+    if (after is None or earlier) and min(mechanism.sigmas) > 0:
+        check_all_named(model, dataset, unit.size, earlier)
     same = {**mechanism.to_json(), **loading.to_json(), "method": method, "secure_noise": secure_noise, "ema": ema}
     if members is not None:
         same["units"] = members.digest(b"")  # goes from rank to rank, and no further
@@ -196,7 +196,7 @@ def privatize(
     streams = share_streams(ranks, Streams.from_system() if seed is None else Streams.from_seed(seed))
     header = {**mechanism.header(), "seed_known": streams.known, "secure_noise": secure_noise, "run": streams.run_id}
     if earlier:
-        header["after"] = [{"head": head, "events": [astuple(e) for e in events]} for head, events in earlier]
+        header["after"] = [one.to_json() for one in earlier]
     return assemble(
         model,
         optimizer,

@@ -56,6 +56,7 @@ class Slot:
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.used = False  # in this forward and backward pass
+        self.muted = False  # a backward pass of the loop's own is going on: nothing of it is kept
         self.filled = False  # holds something of this micro-batch: of this pass, or of an earlier view
         self.rows: UnitRows | None = None  # whose the rows of this pass are; None: every row is an example of its own
         self.derive: Callable[[Tensor], Tensor] | None = (
@@ -143,6 +144,8 @@ class CarriedSlot(Slot):
         They are new tensors, copied into the buffer: products written straight into its strided rows take twice as long.
         `core` is dL_i^T L (m, r, r), if the rule has a cheaper way to it.
         """
+        if self.muted:
+            return
         if dLt is not None:
             if self.projects:
                 Lt = self.Lt.to(dLt.dtype)
@@ -175,6 +178,8 @@ class DenseSlot(Slot):
         self.out = torch.empty(0)
 
     def add_dense(self, gradients: Tensor) -> None:
+        if self.muted:
+            return
         gradients = gradients.reshape(len(self.out) if self.rows is None else self.rows.m, -1)
         gradients = self.by_unit(gradients)
         if self.entry.scale != 1:
@@ -198,6 +203,8 @@ class DeferredSlot(Slot):
         self.uses: list[Use] = []
 
     def add_use(self, use: Use) -> None:
+        if self.muted:
+            return
         self.uses.append(use if self.rows is None else UnitUse(use, self.rows))
         self.used = self.filled = True
 

@@ -21,7 +21,7 @@ from rgp.carriers import CarrierSearch
 from rgp.checks import guards
 from rgp.checks.kinks import check_kinks
 from rgp.checks.means import check_even
-from rgp.checks.rehearsal import Trial
+from rgp.checks.trial import Trial
 from rgp.checks.writes import Writes
 from rgp.clipping import Gradients
 from rgp.coordinates import Coordinates
@@ -137,6 +137,8 @@ class Step:
         self._residual_off()
         self.observer.begin_pass(self.gradients)
         self.writes.start(closely=current.part == 0 and current.view == 0)
+        if current.trial is not None:
+            current.trial.weights = self.writes.weights()
 
     def leave(self) -> None:
         """After a pass: capture off; its guard against foreign backward passes stays until the loop goes on."""
@@ -156,17 +158,9 @@ class Step:
     def backward(self, loss: Tensor, weights: Tensor, current: Pass) -> None:
         """The loop's loss -> per-example gradients; at the end of a micro-batch clip each example, and add it to the sum."""
         m = current.examples
-        if not self.plain:
-            guards.check_leaves(loss, self.trained)
-            check_even(loss, self.capture.uneven)
-            if (
-                current.trial is not None and not self.trained.sharding.active
-            ):  # it would gather weights, on this rank alone
-                check_kinks(loss, self.capture.outputs, m)
-        guards.check_no_backward_yet(self.trained.slots)
-        self.capture.in_backward = True
+        self.capture.in_backward = True  # from here on, differentiating is the engine's own
         try:
-            torch.autograd.backward(loss, weights)
+            self._differentiate(loss, weights, current)
         finally:
             self.capture.in_backward = False
         if self.plain:
@@ -185,6 +179,17 @@ class Step:
             self.gradients.clip_and_add()
         if current.counts:
             self.unused -= {name for name in self.unused if self.trained.slots[name].used}
+
+    def _differentiate(self, loss: Tensor, weights: Tensor, current: Pass) -> None:
+        if not self.plain:
+            guards.check_leaves(loss, self.trained)
+            check_even(loss, self.capture.uneven)
+            if (
+                current.trial is not None and not self.trained.sharding.active
+            ):  # it would gather weights, on this rank alone
+                check_kinks(loss, self.capture.outputs, current.examples)
+        guards.check_no_backward_yet(self.trained.slots)
+        torch.autograd.backward(loss, weights)
 
     def end(self, *, stop: bool = False) -> None:
         """Noise, ledger, rebuild, optimizer: the release of one logical batch. stop: this rank wants to end the loop."""

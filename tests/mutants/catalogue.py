@@ -434,7 +434,7 @@ PRIVATE = group(
     mutant(
         "examples that see each other",
         "the loop is not rehearsed: a model that mixes examples is not refused",
-        ("checks/rehearsal.py", "self.pending = loading.microbatch_size != 1", "self.pending = False"),
+        ("checks/rehearsal.py", "return self._first is None or step", "return False and step"),
         by=("test_mixing_modules.py::test_a_model_that_mixes_examples_is_refused",),
     ),
     mutant(
@@ -449,13 +449,13 @@ PRIVATE = group(
         "half of the examples are replaced by themselves",
         (
             "checks/rehearsal.py",
-            "swapped = [*chosen[: m // 2], *_different(items, chosen[m // 2 :], rest)]",
+            "swapped = [*chosen[: m // 2], *replacements(items, chosen[m // 2 :], rest)]",
             "swapped = chosen",
         ),
         (
             "checks/rehearsal.py",
-            "extreme = self._trial([items[smallest if i == largest else i] for i in chosen])",
-            "extreme = self._trial([items[i] for i in chosen])",
+            "extreme = self._trial(items, [in_place if i == out else i for i in chosen])",
+            "extreme = self._trial(items, chosen)",
         ),
         by=("checks/test_batches.py::test_mixtures_are_refused[rolled]",),
     ),
@@ -475,7 +475,7 @@ PRIVATE = group(
         "shared numbers under those of each example",
         "copies have to be exactly alike to be noticed",
         (
-            "checks/rehearsal.py",
+            "checks/comparing.py",
             "if alike or _nearer_than_by_chance(passes[:, :, informative] / spread[informative]):",
             "if alike:",
         ),
@@ -508,8 +508,8 @@ PRIVATE = group(
         "batch statistics under no_grad are not looked at",
         (
             "capture.py",
-            "        if func in _BATCH_NORMS and any(",
-            "        if func in _BATCH_NORMS and torch.is_grad_enabled() and any(",
+            "if func in _BATCH_NORMS and any(",
+            "if func in _BATCH_NORMS and torch.is_grad_enabled() and any(",
         ),
         by=("hostile/test_silent_ways.py::test_04_batch_norm_of_a_teacher_under_no_grad",),
     ),
@@ -522,7 +522,7 @@ PRIVATE = group(
     mutant(
         "the same data again",
         "a second run over the same rows knows nothing of the first",
-        ("earlier.py", "if data == id(dataset) or size == len(dataset):", "if False:"),
+        ("earlier.py", "if data == id(dataset) or before == size:", "if False:"),
         by=("hostile/test_silent_ways.py::test_05_training_a_little_longer",),
     ),
     mutant(

@@ -1,7 +1,13 @@
-"""Does a forward pass write into the model? What it leaves in a parameter or a buffer is private data without noise."""
+"""Does the loop write into the model? What it leaves in a parameter or a buffer is private data without noise.
+
+A buffer that ends equal whatever the examples are (a counter of steps, a temperature that falls) tells nothing of them. The
+rehearsal finds out: before each of its trials the buffers are as they were, and afterwards their contents are compared.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,16 +16,21 @@ from torch import Tensor, nn
 from rgp.errors import UnsupportedError
 from rgp.torchstate import bits_of, is_sharded
 
+Place = tuple[str, dict[str, Any], str]  # name, the module's tensors, the name among them
+
 
 class Writes:
-    """Notices a forward pass that changes parameters or buffers: what it wrote there is private data without noise."""
+    """Notices a forward pass that changes parameters or buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._places = self._find()
         self._bits: Tensor | None = None
+        self._kept: list[tuple[Place, Tensor, Tensor]] | None = None  # buffers as they were before a rehearsal
+        self._ends: list[Tensor] | None = None  # as its first trial left them
+        self.harmless: set[str] = set()  # buffers that were seen to change, alike for all examples
 
-    def _find(self) -> list[tuple[str, dict[str, Any], str]]:
+    def _find(self) -> list[Place]:
         return [
             (f"{prefix}.{leaf}".lstrip("."), tensors, leaf)
             for prefix, module in self._model.named_modules()
@@ -35,6 +46,7 @@ class Writes:
 
     def start(self, *, closely: bool = False) -> None:
         """closely: also compare contents, which `.data` changes past the version counters; a pass over the weights."""
+        self._put_back()
         self._before = self._now()
         self._bits = self._sums() if closely else None
 
@@ -45,7 +57,14 @@ class Writes:
                 [bits_of(t).cpu() if t is not None and _has_bits(t) else torch.tensor(0) for t in tensors]
             )
 
+    def weights(self) -> Tensor | None:
+        """Tells whether parameters are what they were, if they are looked at closely."""
+        if self._bits is None:
+            return None
+        return self._bits[[isinstance(place.get(leaf), nn.Parameter) for _, place, leaf in self._places]]
+
     def check(self) -> None:
+        """UnsupportedError if something has changed; in a rehearsal, parameters only: `compare` looks at buffers."""
         now = self._now()
         changed = [old is not new or a != b for (old, a), (new, b) in zip(self._before, now, strict=True)]
         if self._bits is not None and not any(changed):
@@ -54,13 +73,65 @@ class Writes:
             added = next((name for name, *_ in self._find() if name not in known), None)
             if added is not None:
                 _refuse_change(added)
-        if any(changed):
-            _refuse_change(self._places[changed.index(True)][0])
+        excused = self.harmless if self._kept is None else {name for (name, *_), *_ in self._kept}
+        for (name, *_), has_changed in zip(self._places, changed, strict=True):
+            if has_changed and name not in excused:
+                _refuse_change(name)
+
+    # ------------------------------------------------------------------ the rehearsal
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """For the time of a rehearsal; it leaves no trace in the buffers."""
+        self._put_back()  # a loop that was left in the middle of a rehearsal
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            kept = self._kept = [
+                (place, tensor, tensor.detach().clone())
+                for place in self._places
+                if isinstance(tensor := place[1].get(place[2]), Tensor)
+                and not isinstance(tensor, nn.Parameter)
+                and _has_bits(tensor)
+            ]
+        self._ends = None
+        try:
+            yield
+        finally:
+            if self._kept is kept:  # no other loop has begun one
+                self._put_back()
+                self._kept = self._ends = None
+
+    def _put_back(self) -> None:
+        """Give the buffers what they held before the rehearsal, if there is one."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for (_, place, leaf), tensor, content in self._kept or ():
+                place[leaf] = tensor
+                if not _same(tensor, content):
+                    tensor.data.copy_(content)
+
+    def compare(self) -> None:
+        """After a trial, when the loop has come back: buffers must be as the first trial left them."""
+        assert self._kept is not None
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            ends = [place[leaf].detach().clone() for (_, place, leaf), *_ in self._kept]
+            if self._ends is None:
+                self._ends = ends
+            for ((name, *_), _, content), first, now in zip(self._kept, self._ends, ends, strict=True):
+                if not _same(first, now):
+                    _refuse_change(name)
+                if not _same(content, now):
+                    self.harmless.add(name)
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Also where there are NaN."""
+    return (
+        one.shape == two.shape and one.dtype == two.dtype and bool(((one == two) | ((one != one) & (two != two))).all())
+    )
 
 
 def _refuse_change(name: str) -> None:
     raise UnsupportedError(
-        f"{name!r} was changed by the forward pass: it now holds something computed from private data "
+        f"{name!r} was changed by the forward pass, or by the loop: it now holds something computed from private data "
         "without noise, and would be published with the model. Running statistics must be off (.eval(), or "
         "track_running_stats=False), and so must an embedding's max_norm."
     )

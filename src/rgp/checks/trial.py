@@ -1,0 +1,76 @@
+"""One small batch of a rehearsal: its random numbers, and what is kept of the loop's pass over it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rgp.checks.sketches import sketch
+from rgp.torchstate import as_tree, forked_rng, has_rows, kept_rng, seed_others
+
+Sketches = Mapping[str, Tensor]  # parameter -> (m, 3): norm and two projections of each example's gradient, float64
+
+
+@dataclass
+class Trial:
+    """One small batch, and what the loop made of it."""
+
+    batch: Any
+    examples: int
+    seed: int
+    drew: bool  # whether making the batch, or the loop, drew random numbers
+    weights: Tensor | None = None  # tells whether another trial had the same
+    sketches: Sketches = field(default_factory=dict)
+    inputs: list[Tensor] = field(default_factory=list)  # of the model: (m, 2), norm and a projection of each row
+    outputs: list[Tensor] = field(default_factory=list)
+    coarse: bool = False  # whether half precision was seen
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """For the time of the loop's pass: this trial's random numbers, and a look at the model's outputs."""
+        hook = model.register_forward_hook(self._note, with_kwargs=True)
+        with ExitStack() as stack:
+            stack.callback(hook.remove)
+            stack.enter_context(seeded(self.seed))
+            before = generators()
+            yield
+            self.drew = self.drew or not same_generators(before)
+
+    def _note(self, _module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for kept, tensors in ((self.inputs, (args, kwargs)), (self.outputs, as_tree(outputs))):
+                for leaf in tree_leaves(tensors):
+                    if has_rows(leaf, self.examples) and (leaf.is_floating_point() or kept is self.inputs):
+                        self.coarse |= leaf.dtype in (torch.float16, torch.bfloat16)
+                        kept.append(sketch(leaf.detach().reshape(self.examples, -1))[:, :2])
+
+
+# ---------------------------------------------------------------------- random numbers
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's generators under one seed, and afterwards as they were."""
+    with kept_rng(), forked_rng(seed):
+        seed_others(seed)
+        yield
+
+
+def generators() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return random.getstate(), (name, np.asarray(keys).tobytes(), *rest), *(state.numpy().tobytes() for state in states)
+
+
+def same_generators(before: tuple[Any, ...]) -> bool:
+    return before == generators()
