@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import sys
 import warnings
 
 import dp_accounting
@@ -632,3 +633,13 @@ def test_past_noise_cannot_be_pickled():
     with pytest.raises(WrongUseError):
         copy.deepcopy(run.releases.chain)
     run.close()
+
+
+def test_the_schedule_of_a_run_given_in_epochs_is_known_too(monkeypatch):
+    asked = []
+    monkeypatch.setattr(sys.modules["rgp.privatize"], "workload_of", lambda *given: asked.append(given[-1]))
+    model = toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"batch_size": 4, "noise_multiplier": 1.0, "bands": 3, "method": rgp.DPSGD()}
+    rgp.privatize(model, optimizer, examples(24), epochs=2, **options).close()
+    assert asked == [12]

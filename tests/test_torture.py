@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "torture" / "kill.py"
 
 
-def test_killed_training_loses_no_release_and_gives_the_same_weights():
-    command = [sys.executable, str(SCRIPT), "--kills", "5", "--longest", "0.4", "--seed", "1"]
+@pytest.mark.parametrize("bands", ["1", "3"])
+def test_killed_training_loses_no_release_and_gives_the_same_weights(bands):
+    command = [sys.executable, str(SCRIPT), "--kills", "5", "--longest", "0.4", "--seed", "1", "--bands", bands]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TORTURE_STEPS": "24"})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

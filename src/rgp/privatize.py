@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rgp import rules
-from rgp.accounting import Budget
+from rgp.accounting import Budget, planned_steps
 from rgp.carriers import CarrierSearch
 from rgp.checks.guards import check_optimizer
 from rgp.clips import ClipRule
@@ -170,6 +170,9 @@ def privatize(
     check_trainable(model, plan, optimizer)
     if ranks.first and (note := plan.frozen_note()):
         warnings.warn(note)
+    length = steps
+    if bands != 1 and epochs is not None and isinstance(batch_size, int):
+        length = planned_steps(epochs, size, batch_size)
     mechanism = plan_mechanism(
         unit=unit,
         method=method.name,
@@ -183,7 +186,7 @@ def privatize(
         max_batch=max_batch,
         spent=[event for one in earlier for event in one.events],
         bands=bands,
-        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, steps),
+        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, length),
     )
     check_carriers(method, mechanism.bands)
     mechanism.clip.groups([e.name for e in plan.trained])

@@ -900,9 +900,9 @@ CORRELATED = group(
     ),
     mutant(
         "past noise that outlives the run",
-        "the file is left when the run is finished and saved",
-        ("checkpoint.py", "        if finished or past.name !=", "        if past.name !="),
-        by=(SECRET,),
+        "the file is left when a finished run is closed",
+        ("run.py", '(self.secret_file, *self.secret_file.parent.glob(PAST_NOISE + "*"))', "(self.secret_file,)"),
+        by=(RUNS + "test_closing_a_finished_run_removes_past_noise",),
     ),
     mutant(
         "fresh noise is all that Adam is told of",

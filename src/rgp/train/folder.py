@@ -9,7 +9,7 @@ plan.json        what was trained, and how
 model/           what may be published as a whole: weights and privacy card
 report.html      for people
 tensorboard/, tensorboard-private/    metrics.jsonl and private.jsonl again, with --tensorboard
-latest, checkpoint-N/, initial.safetensors, secret.json    to resume from (rgp.checkpoint); not to be published
+latest, checkpoint-N/, initial.safetensors, secret.json, past-noise.*    to resume from (rgp.checkpoint); not to be published
 """
 
 from __future__ import annotations
