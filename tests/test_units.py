@@ -107,6 +107,9 @@ def test_the_mean_gradient_of_each_unit_is_clipped_once(method, microbatch):
     """Units are larger than a micro-batch, or share one: the result is the same, to rounding."""
     _, expected, error = run_one(toy(), examples(ROWS), IDS, method=method, microbatch_size=microbatch)
     assert expected.clipped >= 4 and error < 1e-9
+    # where nothing is clipped, a sum over rows would show
+    _, expected, error = run_one(toy(), examples(ROWS), IDS, method=method, microbatch_size=microbatch, clip=1e3)
+    assert expected.clipped == 0 and error < 1e-9
 
 
 @pytest.mark.parametrize("microbatch", [2, 6, 100])

@@ -13,11 +13,13 @@ from torch import nn
 
 import rgp
 from helpers import seeded
+from ranks import OPTIONS, alone_with, close, equal, launch, whole_run
 from ranks import SIZE as RANK_ROWS
-from ranks import alone_with, close, equal, launch, whole_run
 from resuming import SIZE, again, crashed, same, train, uninterrupted, weights
 from rgp.audit.bounds import lower_bounds
-from rgp.members import Members
+from rgp.members import Members, cut_units
+from rgp.sampling import draw
+from rgp.streams import Streams
 from test_sharding import tower_alone, tower_run
 
 IDS = [f"person {i * i % 13}" for i in range(SIZE)]
@@ -119,8 +121,16 @@ def test_a_unit_is_on_one_rank_and_their_number_does_not_matter(tmp_path):
 @pytest.mark.flaky(reruns=1, only_rerun=["RankDied"])
 def test_sharded_ranks_make_the_same_passes_over_units_of_unequal_size():
     """The first rank need not have the most micro-batches: a unit of its own may be cut into pieces, or another rank's."""
-    ids = [0] * 8 + [1 + i % 9 for i in range(RANK_ROWS - 8)]
-    options = {"units": ids, "rows_per_unit": 8, "batch_size": 4, "microbatch_size": 2, "method": rgp.RGP(rank=2)}
+    ids = [unit for unit in range(10) for _ in range(7 if unit % 2 else 1)]
+    assert len(ids) == RANK_ROWS
+    options = {"units": ids, "rows_per_unit": 8, "batch_size": 5, "microbatch_size": 2, "method": rgp.RGP(rank=2)}
+    passes = [[0, 0] for _ in range(OPTIONS["steps"])]
+    for step, counts in enumerate(passes):
+        drawn = draw(Streams.from_seed(OPTIONS["seed"]), step, 10, 0.5)
+        for rank in (0, 1):
+            rows = [np.flatnonzero(np.array(ids) == unit) for unit in drawn[rank::2]]
+            counts[rank] = len(cut_units(drawn[rank::2].tolist(), rows, 2))
+    assert any(first < second for first, second in passes) and any(first > second for first, second in passes)
     alone = tower_alone("sgd", **options)
     found = launch(tower_run, 2, True, "sgd", options)
     for rank in found:
