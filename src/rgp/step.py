@@ -172,6 +172,7 @@ class Step:
     def end(self, *, stop: bool = False) -> None:
         """Noise, ledger, rebuild, optimizer: the release of one logical batch. stop: this rank wants to end the loop."""
         guards.check_optimizer(self.update.optimizer, self.trained.parameters, self.trained.names)
+        self.update.check()
         clipped = self.gradients.take()
         if clipped.examples:
             self.search.check_public(self.index)

@@ -62,7 +62,11 @@ class Question:
     """Of the carriers, and of DP-LoRA's factors."""
     sides: str = "both"
     source: str = "history"
-    """Where carriers come from; history keeps a second copy of the carried weights."""
+    """Where carriers come from; history keeps a second copy of the carried weights, unless the state is thin."""
+    state: str = "full"
+    """Of the optimizer, for carried weights: full, or thin (in the released coordinates)."""
+    rounding: str = "nearest"
+    """With a thin state: of updates to bfloat16 weights; compensated keeps what was lost."""
     batch: int = 1024
     """Expected examples of a logical batch, over all ranks."""
     microbatch: int = 32
@@ -129,7 +133,9 @@ class Contender:
     def method(self) -> methods.Method:
         if self.name == "rgp":
             q = self.question
-            return methods.RGP(rank=q.rank, sides=q.sides, source=q.source, warmup_steps=0)
+            return methods.RGP(
+                rank=q.rank, sides=q.sides, source=q.source, warmup_steps=0, state=q.state, rounding=q.rounding
+            )
         return methods.NonPrivate() if self.name == "plain" else methods.DPSGD()
 
     def build(self, depth: int | None = None) -> nn.Module:
@@ -332,6 +338,8 @@ def plan(question: Question) -> dict[str, Any]:
         "rank": q.rank,
         "sides": q.sides,
         "source": q.source,
+        "state": q.state,
+        "rounding": q.rounding,
         "world_size": q.world_size,
         "sharded": q.sharded,
         "device": q.device,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rgp import slots
+from rgp import in_place, slots, turning
 from rgp.clipping import Gradients
 from rgp.ledger import Ledger
 from rgp.loading import Loading
@@ -316,6 +316,9 @@ def _as_on(device: str) -> Iterator[None]:
     with (
         _replaced(F, **_functions_on(device)),
         _replaced(dropout, **_dropout_on(device)),
+        _replaced(in_place, generator_on=lambda *_: None),
+        _replaced(turning, _nearest_orthonormal=Tensor.double),
+        _replaced(turning.Frame, same_as=lambda *_: False),  # numbers to compare there are none
         _replaced(torch, is_autocast_enabled=lambda *_: False),  # it does not know meta tensors
     ):
         yield

@@ -10,9 +10,9 @@ from typing import Any
 
 from rgp import accounting
 from rgp.composition import merge
-from rgp.run import Run
 from rgp.errors import WrongUseError
 from rgp.privatize import privatize
+from rgp.run import Run
 from rgp.streams import Streams
 from rgp.tuning.law import Law
 from rgp.tuning.plan import Plan, Shape, make_plan
