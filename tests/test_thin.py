@@ -258,6 +258,17 @@ def test_history_is_the_way_of_the_weights_within_the_first_stretch():
         assert (left @ right - way).abs().max() < 1e-12 < float(way.abs().max())
 
 
+def test_history_that_has_not_begun_is_the_weight():
+    runs = []
+    for source in ("history", "weight"):
+        model = toy()
+        method = rgp.RGP(rank=2, source=source, warmup_steps=0, state="thin")
+        runs.append(privatize(model, examples(), method=method, steps=3))
+        runs[-1].begin_step()
+    one, two = (run.carriers for run in runs)
+    assert one and all(torch.equal(one[name][0], two[name][0]) for name in one)
+
+
 # ---------------------------------------------------------------------- resume
 
 

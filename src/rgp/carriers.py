@@ -43,8 +43,7 @@ class Released:
 
     def matrix(self, source: str, dtype: torch.dtype) -> Tensor | Factors:
         """The matrix (p, d) whose principal subspace is wanted; the weight's where a source has nothing yet."""
-        if source == "history" and self.history is None:
-            assert self.initial is not None, "history needs the initial weights"
+        if source == "history" and self.initial is not None:
             return torch.sub(self.weight.detach(), self.initial).flatten(1).to(dtype)
         chosen = {"weight": self.weight, "momentum": self.momentum, "public": self.public, "history": self.history}[
             source

@@ -38,6 +38,10 @@ class Settings:
     """Where carriers come from: weight, or history (W - W0, measured past the warm-up), or another of the engine's."""
     power_iterations: int = 1
     """K of the power method."""
+    keep: int = 1
+    """Steps for which carriers stay."""
+    state: str = "full"
+    """Of the optimizer, for carried weights: full or thin."""
     optimizer: str | None = None
     """adamw or sgd (momentum 0.9); by default sgd for wide ResNets and adamw for the rest."""
     repeats: int = 5
@@ -54,12 +58,14 @@ class Settings:
                 f"model={self.model!r} is not known: take {', '.join(MODELS)}, wrn16-4, wrn28-4, the path of a folder "
                 "with a Hugging Face model, or module:function"
             )
-        for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations"):
+        for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.batch % self.microbatch:
             # Unequal micro-batches would not be cut in the same places by every contender.
             raise ValueError(f"batch={self.batch} must be a multiple of microbatch={self.microbatch}")
+        if self.state not in ("full", "thin"):
+            raise ValueError(f"state={self.state!r} must be 'full' or 'thin'")
         if self.threads < 0:
             raise ValueError(f"threads={self.threads} must be 0 (all cores) or more")
         if self.optimizer not in (None, "adamw", "sgd"):

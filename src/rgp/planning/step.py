@@ -31,7 +31,7 @@ from rgp.plan import Entry, make_plan
 from rgp.planning.models import Subject
 from rgp.planning.tally import Tally, bytes_of
 from rgp.privatize import assemble, check_model, check_trainable
-from rgp.rules import conv, dropout
+from rgp.rules import conv, dropout, owners
 from rgp.run import Run
 from rgp.sampling import Poisson
 from rgp.streams import Streams
@@ -311,11 +311,18 @@ def _dropout_on(device: str) -> dict[str, Any]:
     return {"_fast": fast, "_mask": mask}
 
 
+def _evenly_owned(self: owners.Owned, example: Tensor, m: int) -> None:
+    """Of picked rows nobody knows whose they are: as many for each example."""
+    self.example, self.m, self.place = example, m, torch.empty_like(example)
+    self.longest = -(-len(example) // m)
+
+
 @contextmanager
 def _as_on(device: str) -> Iterator[None]:
     with (
         _replaced(F, **_functions_on(device)),
         _replaced(dropout, **_dropout_on(device)),
+        _replaced(owners.Owned, __init__=_evenly_owned),
         _replaced(in_place, generator_on=lambda *_: None),
         _replaced(turning, _nearest_orthonormal=Tensor.double),
         _replaced(turning.Frame, same_as=lambda *_: False),  # numbers to compare there are none
