@@ -153,6 +153,11 @@ class Step:
             torch.autograd.backward(loss, weights)
         finally:
             self.capture.in_backward = False
+        with torch._C.DisableTorchFunction():  # the capture is on until the loop goes on, and need not see what follows
+            self._after_backward(current)
+
+    def _after_backward(self, current: Pass) -> None:
+        m = current.examples
         if self.plain:
             if current.counts:
                 self.gradients.add_plain(self.trained.gradients(), m)
@@ -173,7 +178,8 @@ class Step:
         """Noise, ledger, rebuild, optimizer: the release of one logical batch. stop: this rank wants to end the loop."""
         guards.check_optimizer(self.update.optimizer, self.trained.parameters, self.trained.names)
         self.update.check()
-        clipped = self.gradients.take()
+        with torch._C.DisableTorchFunction():
+            clipped = self.gradients.take()
         if clipped.examples:
             self.search.check_public(self.index)
         sent = self.ranks.sent
@@ -182,7 +188,8 @@ class Step:
             self.drop()
             self.stopped = True
             return
-        noisy = self.releases.release(self.index, clipped, self.bound)
+        with torch._C.DisableTorchFunction():
+            noisy = self.releases.release(self.index, clipped, self.bound)
         self.begun = False
         if noisy is None:
             return
@@ -193,7 +200,8 @@ class Step:
         divisor = self.mechanism.batch_size(self.index)
         self.adapted = self.mechanism.clip.after(self.bound, noisy, divisor)
         noise_std = self.mechanism.noise_std(self.index, clipped.sensitivity)
-        self.update.apply(noisy, self.gradients.where, step=self.index, divisor=divisor, noise_std=noise_std)
+        with torch._C.DisableTorchFunction():
+            self.update.apply(noisy, self.gradients.where, step=self.index, divisor=divisor, noise_std=noise_std)
         self.index += 1
         self.releases.end()
 
