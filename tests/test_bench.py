@@ -1,7 +1,10 @@
 """The benchmark at toy size: contenders do the work that their names say, and the report has its promised form."""
 
+import dataclasses
 import io
 import json
+import subprocess
+import time
 from unittest import mock
 
 import pytest
@@ -11,11 +14,16 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rgp.bench import Settings, chart, command, contenders, harness, report, run_bench, scaling, workloads
+from rgp.bench import Settings, chart, command, contenders, harness, machine, report, run_bench, scaling, workloads
+from rgp.bench.machine import busy_seconds
 from rgp.bench.measure import MemoryMeter, seconds_of
 
 TOY = Settings(model="toy", batch=6, microbatch=2, seq=8, rank=2, repeats=2, threads=1, optimizer="sgd")
-ROW_KEYS = {"name", "seconds_per_step", "ratio_to_plain", "peak_bytes", "memory_ratio_to_plain"}
+ROW_KEYS = {
+    "name",
+    *("seconds_per_step", "ratio_to_plain", "ratio_to_bound", "cpu_ratio_to_bound", "peak_bytes"),
+    "memory_ratio_to_plain",
+}
 
 USER_MODELS = """
 import os
@@ -132,12 +140,12 @@ def test_memory_meter_sees_a_peak_that_is_gone():
 
 @pytest.fixture(scope="module")
 def toy_report():
-    return run_bench(TOY, ["plain", "rgp"])
+    return run_bench(TOY, ["plain", "rgp", "bound"])
 
 
 def test_report_has_the_promised_form(toy_report):
     toy_report = json.loads(json.dumps(toy_report))
-    assert [row["name"] for row in toy_report["rows"]] == ["plain", "rgp"]
+    assert [row["name"] for row in toy_report["rows"]] == ["plain", "rgp", "bound"]
     for row in toy_report["rows"]:
         assert row.keys() >= ROW_KEYS
         assert "error" not in row
@@ -165,6 +173,71 @@ def test_a_process_that_dies_is_a_row_with_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (row,) = run_bench(Settings(model="bench_models:crashes", batch=4, microbatch=2, threads=1), ["plain"])["rows"]
     assert "ended with code 3" in row["error"]
+
+
+def row_of(name: str, *seconds: float) -> dict:
+    return harness.empty_row(name) | {
+        "seconds": list(seconds),
+        "cpu_seconds": [2 * s for s in seconds],
+        "peak_bytes": 1,
+    }
+
+
+def test_ratios_are_those_of_a_round():
+    """A machine that was three times slower in the second round, and slower still for one contender in the third."""
+    rows = [row_of("rgp", 1.0, 3.3, 9.0), row_of("bound", 1.0, 3.0, 1.0), row_of("plain", 2.0, 6.0, 2.0)]
+    harness.add_ratios(rows)
+    rgp, bound, _ = rows
+    assert rgp["ratio_to_bound"] == pytest.approx(1.1) and rgp["ratio_to_bound_range"] == [1.0, 9.0]
+    assert rgp["ratio_to_plain"] == pytest.approx(0.55) and bound["ratio_to_plain_range"] == [0.5, 0.5]
+    assert rgp["cpu_ratio_to_bound"] == pytest.approx(1.1)
+    assert report.with_range(rgp["ratio_to_bound"], rgp["ratio_to_bound_range"]) == "1.10 (1.00-9.00)"
+
+
+def test_a_busy_machine_is_told_of(toy_report):
+    def told(busy: float | None) -> bool:
+        machine = {**toy_report["machine"], "busy_elsewhere": busy, "load_before": 0.0}
+        return "busy" in text_of(report.show_bench, {**toy_report, "machine": machine})
+
+    assert told(0.8) and not told(0.02) and not told(None)
+
+
+def test_cpu_time_of_others_is_seen():
+    if (before := busy_seconds()) is None:
+        pytest.skip("the kernel does not say")
+    started = time.process_time()
+    while time.process_time() - started < 0.3:
+        pass
+    assert busy_seconds() - before > 0.2
+
+
+def test_commit_is_found_in_a_checkout_of_somebody_else(tmp_path, monkeypatch):
+    """git calls every checkout somebody else's under this variable of its own tests."""
+    package = tmp_path / "src" / "rgp"
+    package.mkdir(parents=True)
+    package.joinpath("_version.py").write_text("")
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+
+    git("init")
+    git("add", "-A")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first")
+    monkeypatch.setattr(machine, "PACKAGE", package)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(subprocess.CalledProcessError):
+        git("-C", str(package), "rev-parse", "HEAD")
+    found = machine.describe_commit()
+    assert found["commit"] is not None and found["uncommitted_changes"] is False
+
+
+@pytest.mark.parametrize("state", ["full", "thin"])
+def test_keep_and_state_reach_the_method(contender, state):
+    built = contender("rgp", dataclasses.replace(TOY, keep=3, state=state))
+    built.step()
+    assert (built.run.plan.method.keep, built.run.plan.method.state) == (3, state)
+    with pytest.raises(ValueError, match="state='slim'"):
+        Settings(state="slim")
 
 
 def test_unequal_work_is_reported():

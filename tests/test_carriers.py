@@ -172,7 +172,8 @@ def test_sources_look_where_they_say():
 
 
 def test_released_has_no_place_for_private_gradients():
-    assert {field.name for field in dataclasses.fields(Released)} == {"weight", "initial", "momentum", "public"}
+    fields = {field.name for field in dataclasses.fields(Released)}
+    assert fields == {"weight", "initial", "momentum", "public", "history"}
     assert set(inspect.signature(find_carriers).parameters) == {"released", "source", "rank", "iterations", "rng"}
     released = Released(weight=torch.zeros(2, 2))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -284,3 +284,15 @@ def test_doubled_charges_end_the_run_before_the_budget_is_exceeded(tmp_path):
     assert resumed.epsilon() <= 3.0
     more = [*resumed.ledger.events(), resumed.mechanism.event(resumed.step_index)]
     assert rgp.accounting.epsilon(more, delta=1e-5) > 3.0
+
+
+@pytest.mark.parametrize("sides", ["both", "left", "alternate"])
+def test_carriers_that_stay_are_the_same_to_the_bit_after_a_resume(tmp_path, sides):
+    """In their layout too: products depend on it."""
+    options = {"method": rgp.RGP(rank=2, keep=5, warmup_steps=2, sides=sides)}
+    truth = uninterrupted(**options)
+    run = crashed(tmp_path, **options)
+    resumed = again(tmp_path)
+    train(resumed)
+    assert same(weights(resumed), weights(truth)) and run.ledger.count == 5
+    assert resumed.ledger.count == STEPS

@@ -296,6 +296,27 @@ def test_sharding_divides_what_is_resident():
     assert shared["peak"] < alone["peak"]
 
 
+def test_a_thin_state_is_thin_and_whole_on_every_rank(folder):
+    asked = {"model": str(folder), "seq": 16, "microbatch": 4, "batch": 8, "rank": 2}
+    full = planned(Question(**asked), "rgp").memory(4)
+    contender = planned(Question(**asked, state="thin"), "rgp")
+    thin = contender.memory(4)
+    released = 4 * contender.released
+    assert thin["initial"] == 0 < full["initial"]
+    assert released <= thin["gradients"] < released + 512 < full["gradients"]  # allocators round up
+    small = 3 * 512 * len(contender.plan.trained)
+    assert 2 * released <= thin["optimizer"] < 2 * released + small
+    assert thin["optimizer"] < full["optimizer"]
+    assert thin["peak"] < full["peak"]
+    shared = planned(Question(**asked, state="thin", world_size=2, sharded=True), "rgp").memory(4)
+    assert shared["optimizer"] == thin["optimizer"] and shared["weights"] < 0.51 * thin["weights"]
+    half = planned(
+        Question(**asked, state="thin", dtype="bfloat16", rounding="stochastic"), "rgp", dtype=torch.bfloat16
+    )
+    carried = sum(e.rank * (e.p + e.d) for e in half.plan.trained if e.treatment == "carried")
+    assert half.memory(4)["optimizer"] > 2 * 4 * carried > 0  # two moments of float32, though weights are not
+
+
 def test_a_sharded_step_of_one_micro_batch_has_its_gradients_divided_too():
     contender = planned(question(replace(TOY, batch=32, seq=4), world_size=16, sharded=True), "plain")
     share = contender.question.share

@@ -99,8 +99,9 @@ SHARDED = {"overrides": {"wide*": "exact"}, "rank": 2}
         (3, "adam", {"method": rgp.RGP(**SHARDED), "noise_multiplier": 0.5, "batch_size": 2, "microbatch_size": 1}),
         (2, "sgd", {"method": rgp.DPSGD(), "clip": 0.2}),
         (2, "sgd", {"method": rgp.RGP(**SHARDED, keep=2), "noise_multiplier": 0.5, "bands": 3}),
+        (2, "adam", {"method": rgp.RGP(**SHARDED, state="thin", keep=2), "noise_multiplier": 0.5}),
     ],
-    ids=["rgp", "noise-and-fillers", "dpsgd", "correlated"],
+    ids=["rgp", "noise-and-fillers", "dpsgd", "correlated", "thin"],
 )
 def test_sharded_weights_train_as_whole_ones_do(size, kind, options):
     """fully_shard on 2 and 3 ranks against one process with the whole model, of which exactness is tested elsewhere."""

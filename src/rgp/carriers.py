@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from rgp.errors import WrongUseError
+from rgp.reconstruct import Factors
 from rgp.sharding import shard, thin_product
 from rgp.slots import CarriedSlot
 from rgp.streams import Streams
+from rgp.thin import ThinState
 from rgp.torchstate import forked_rng, kept_rng, momentum_of, seed_others
 from rgp.trained import TrainedModel
 
@@ -35,15 +37,19 @@ class Released:
 
     weight: Tensor
     initial: Tensor | None = None
-    momentum: Tensor | None = None
+    momentum: Tensor | Factors | None = None
     public: Tensor | None = None
+    history: Factors | None = None  # the sum of updates, where no initial weights are kept (thin.py)
 
-    def matrix(self, source: str, dtype: torch.dtype) -> Tensor:
+    def matrix(self, source: str, dtype: torch.dtype) -> Tensor | Factors:
         """The matrix (p, d) whose principal subspace is wanted; the weight's where a source has nothing yet."""
-        if source == "history":
-            assert self.initial is not None, "history needs the initial weights"
+        if source == "history" and self.initial is not None:
             return torch.sub(self.weight.detach(), self.initial).flatten(1).to(dtype)
-        chosen = {"weight": self.weight, "momentum": self.momentum, "public": self.public}[source]
+        chosen = {"weight": self.weight, "momentum": self.momentum, "public": self.public, "history": self.history}[
+            source
+        ]
+        if isinstance(chosen, Factors):
+            return Factors(chosen.left.to(dtype), chosen.right.to(dtype))
         return (self.weight if chosen is None else chosen).detach().flatten(1).to(dtype)
 
 
@@ -67,7 +73,7 @@ def find_carriers(
 
 
 def _power_method(
-    delta: Callable[[int], Tensor], R: Tensor, iterations: int, gaussian: Callable[[int], Tensor]
+    delta: Callable[[int], Tensor | Factors], R: Tensor, iterations: int, gaussian: Callable[[int], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 2 for n matrices: products one by one, so that no two differences exist at once, the rest together."""
     Lt = R
@@ -120,13 +126,15 @@ class CarrierSearch:
         *,
         steps: int,
         public_loss: Callable[[], Tensor] | None = None,
+        thin: ThinState | None = None,
     ) -> None:
+        self._thin = thin
         self._trained, self._optimizer, self._streams = trained, optimizer, streams
         self._steps, self._public_loss = steps, public_loss
         self._public_before: float | None = None  # the public loss of this step, before the loop's body ran
         self._public_checked = False
         self.initial: dict[str, Tensor] = {}  # W_0, where the method looks at W_t - W_0
-        if getattr(trained.plan.method, "source", None) == "history":
+        if getattr(trained.plan.method, "source", None) == "history" and thin is None:
             self.initial = {name: trained.parameters[name].detach().clone() for name in trained.carried}
 
     @torch.no_grad()
@@ -141,7 +149,8 @@ class CarrierSearch:
         if not groups:
             return
         sides = method.sides_at(step)
-        if step % method.keep and all(slot.R.numel() for slots in groups.values() for slot in slots):
+        stays = step % method.keep or (self._thin is not None and self._thin.turned_at == step)
+        if stays and all(slot.R.numel() for slots in groups.values() for slot in slots):
             for slot in self._trained.carried.values():  # they stay; what is released of them may change
                 slot.set_carriers(slot.Lt, slot.R, sides)
             return
@@ -154,7 +163,15 @@ class CarrierSearch:
             if method.keep > 1:  # a checkpoint gives them back in this order of memory, and products round by it
                 Lt, R = Lt.contiguous(), R.contiguous()
             for i, slot in enumerate(slots):
-                slot.set_carriers(Lt[i], R[i], sides)
+                l, r = Lt[i], R[i]
+                if method.keep > 1 or self._thin is not None:
+                    # a resumed run has them as contiguous tensors of their own, and products depend on layout
+                    l, r = (t.clone(memory_format=torch.contiguous_format) for t in (l, r))
+                if self._thin is not None:
+                    self._thin.turn(slot.entry.name, l, r, sides)
+                slot.set_carriers(l, r, sides)
+        if self._thin is not None:
+            self._thin.turned_at = step
 
     def source(self, step: int) -> str:
         """What carriers are found in: the weight, as long as the update or its momentum says nothing yet."""
@@ -169,8 +186,9 @@ class CarrierSearch:
         return Released(
             weight=weight,
             initial=self.initial.get(name),
-            momentum=momentum_of(self._optimizer, weight),
+            momentum=momentum_of(self._optimizer, weight) if self._thin is None else self._thin.momentum(name),
             public=public.get(name),
+            history=None if self._thin is None else self._thin.history(name),
         )
 
     def _public_gradients(self, step: int) -> dict[str, Tensor]:
@@ -214,12 +232,14 @@ class CarrierSearch:
                 found |= {f"{name}.L": slot.Lt, f"{name}.R": slot.R}
         return found
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor], step: int) -> None:
+        """step: the one that comes next, or that has begun."""
         device = self._trained.device
         method: Any = self._trained.plan.method
         for name, slot in self._trained.carried.items():
             if f"{name}.L" in state:
-                sides = method.sides_at(0)  # where they alternate, the next step sets its own
+                # where they alternate, the next step sets its own; a thin state is in the coordinates of this one
+                sides = method.sides_at(0 if self._thin is None else step)
                 slot.set_carriers(state[f"{name}.L"].to(device), state[f"{name}.R"].to(device), sides)
 
     def load_initial(self, initial: Mapping[str, Tensor]) -> None:

@@ -272,11 +272,6 @@ def resume(
             raise ValueError("not the run that was saved: units says of some rows that they are another unit's")
         streams = share_streams(ranks, secret or Streams.from_system())
         _load_weights(model, _read_tensors(here / "model.safetensors", ranks), state["aliases"])
-        tensors = _read_tensors(here / "optimizer.safetensors", ranks)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer.load_state_dict(shard_state(decode(state["optimizer"]["state"], tensors), held))
-        if scheduler is not None:
-            scheduler.load_state_dict(decode(state["scheduler"]["state"], {}))
         # checkpoints before 0.2 did not name their source
         source = state.get("noise", "secure" if state["secure_noise"] else "philox")
         run = assemble(
@@ -295,10 +290,15 @@ def resume(
             probe=probe,
             ranks=ranks,
         )
+        tensors = _read_tensors(here / "optimizer.safetensors", ranks)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        run.load_optimizer(shard_state(decode(state["optimizer"]["state"], tensors), held))
+        if scheduler is not None:
+            scheduler.load_state_dict(decode(state["scheduler"]["state"], {}))
     except BaseException:
         ledger.close()
         raise
-    kinds = {kind: _read_tensors(here / f"{kind}.safetensors", ranks) for kind in ("carriers", "ema", "power")}
+    kinds = {kind: _read_tensors(here / f"{kind}.safetensors", ranks) for kind in run.tensors()}
     initial = _read_tensors(folder / INITIAL, ranks) if run.initial else None
     same = ranks.from_first(lambda: secret is not None and state["replay"] == _replay_conditions(run.loading, ranks))
     past: list[Tensor] = []

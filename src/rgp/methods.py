@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from rgp.in_place import ROUNDINGS
 from rgp.validate import check_count, check_one_of, check_positive
 
 Treatment = Literal["carried", "exact", "frozen"]
@@ -17,6 +18,7 @@ Kind = Literal["matrix", "head", "bias", "head_bias", "norm", "embedding", "toke
 SIDES = ("both", "left", "right", "alternate")
 SOURCES = ("history", "weight", "random", "momentum", "public")
 NORMS = ("intrinsic", "paper")
+STATES = ("full", "thin")
 FALLBACKS = ("loop", "error")
 TREATMENTS = ("carried", "exact", "frozen")
 
@@ -72,6 +74,11 @@ class RGP(Method):
     power_iterations: K of Algorithm 2.
     keep: steps for which carriers stay before they are found again.
     norm: what is clipped: "intrinsic" (the norm of the projected gradient) or "paper" (|dL|^2 + |dR|^2).
+    state: "full" (the optimizer sees full-size gradients) or "thin": its state of carried weights lives in the coordinates
+        that are released, and nothing of full size exists but the weights. SGD, Adam, AdamW and AdamCorrected. History is
+        the sum of updates then, as far as the carriers of the day can hold it. Goes with keep of tens of steps.
+    rounding: with state="thin", how updates go into weights of 16 bits: "nearest", "stochastic" (bfloat16; no memory) or
+        "compensated" (keeps what was lost, in as many bytes as the weights). Others are not rounded.
     """
 
     treatments: ClassVar[Mapping[str, Treatment]] = {
@@ -93,6 +100,8 @@ class RGP(Method):
     power_iterations: int = 1
     norm: str = "intrinsic"
     keep: int = 1
+    state: str = "full"
+    rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,6 +110,17 @@ class RGP(Method):
         check_one_of("norm", self.norm, NORMS)
         check_count("power_iterations", self.power_iterations, least=1)
         check_count("keep", self.keep, least=1)
+        check_one_of("state", self.state, STATES)
+        check_one_of("rounding", self.rounding, ROUNDINGS)
+        if self.state == "thin" and self.sides == "alternate":
+            raise ValueError(
+                "sides='alternate' releases another side at every step, and state='thin' would forget its moments each time; "
+                "choose one side or both, or state='full'"
+            )
+        if self.state == "full" and self.rounding != "nearest":
+            raise ValueError(
+                f"rounding={self.rounding!r} goes with state='thin': with 'full' the optimizer itself rounds"
+            )
         if self.warmup_steps is not None:
             check_count("warmup_steps", self.warmup_steps, least=0)
         if isinstance(self.rank, Mapping):

@@ -45,6 +45,7 @@ from rgp.sampling import check_dataset, check_lengths
 from rgp.slots import Slot, make_slot
 from rgp.step import Step
 from rgp.streams import Streams
+from rgp.thin import ThinState
 from rgp.trained import TrainedModel
 from rgp.units import Rows, Unit
 from rgp.update import Update
@@ -255,13 +256,14 @@ def assemble(
     power = None
     if isinstance(method, DPPowerSGD):
         power = PowerIteration(method.rank, error_feedback=method.error_feedback)
+    thin = ThinState(trained, optimizer, streams) if getattr(method, "state", "full") == "thin" else None
     mean = None if ema is None else WeightMean(trained.trained, ema)
     step = Step(
         trained,
         mechanism,
-        CarrierSearch(trained, optimizer, streams, steps=mechanism.steps, public_loss=public_loss),
+        CarrierSearch(trained, optimizer, streams, steps=mechanism.steps, public_loss=public_loss, thin=thin),
         Releases(mechanism, source, ledger, ranks),
-        Update(trained, optimizer, scheduler, streams, ema=mean, power=power),
+        Update(trained, optimizer, scheduler, streams, ema=mean, power=power, thin=thin),
         views=loading.views,
         loss_reduction=loading.loss_reduction,
     )

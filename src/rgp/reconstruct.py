@@ -5,8 +5,17 @@ Shapes: Lt (r, p), R (r, d); A, the noisy left part, kept transposed as At (r, p
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Factors(NamedTuple):
+    """A matrix (p, d) as a product of thin ones, (p, k) and (k, d)."""
+
+    left: Tensor
+    right: Tensor
 
 
 def factors(Lt: Tensor, R: Tensor, At: Tensor | None, dR: Tensor | None) -> tuple[Tensor, Tensor]:

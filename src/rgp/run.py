@@ -309,6 +309,7 @@ class Run:
             "ema": None if self.ema is None else self.ema.decay,
             "secure_noise": self.releases.source.name == "secure",
             "noise": self.releases.source.name,
+            **({} if (thin := self._step.update.thin) is None else {"turned_at": thin.turned_at}),
         }
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -318,11 +319,12 @@ class Run:
             "carriers": self._step.search.state(),
             "ema": {} if update.ema is None else update.ema.state,
             "power": {} if update.power is None else update.power.state,
+            **({} if update.thin is None else {"thin": update.thin.tensors()}),
         }
 
     @property
     def initial(self) -> dict[str, Tensor]:
-        """W_0 of the carried weights, where the method looks at W_t - W_0."""
+        """W_0 of the carried weights, where the method looks at W_t - W_0; nothing with state="thin"."""
         return self._step.search.initial
 
     def secret_state(self) -> dict[str, Any]:
@@ -332,6 +334,13 @@ class Run:
     def past_noise(self) -> list[Tensor]:
         """What correlated noise has to take back: as secret as the secret. None of noise that is never repeated."""
         return self.releases.chain.secrets() if self.releases.source.replayable else []
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """The optimizer's state dict, where the state of carried weights may be thin."""
+        if (thin := self._step.update.thin) is None:
+            self.optimizer.load_state_dict(state)
+        else:
+            thin.load_optimizer(state)
 
     def load(
         self,
@@ -351,7 +360,9 @@ class Run:
         self.releases.replay_from = replay_from
         if initial is not None:
             step.search.load_initial(initial)
-        step.search.load(tensors["carriers"])
+        step.search.load(tensors["carriers"], step.index)
+        if step.update.thin is not None:
+            step.update.thin.load(tensors["thin"], state["turned_at"])
         device = step.trained.device
         for kept, name in ((step.update.ema, "ema"), (step.update.power, "power")):
             if kept is not None:

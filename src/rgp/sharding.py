@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rgp.distributed import Ranks
 from rgp.errors import UnsupportedError
+from rgp.reconstruct import Factors
 from rgp.torchstate import is_sharded
 
 
@@ -93,8 +94,22 @@ def product(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
     return (mine @ _replicated(right, like)).redistribute(placements=like.placements)
 
 
-def thin_product(thin: Tensor, matrix: Tensor, *, transposed: bool) -> Tensor:
+def is_cut_by_rows(tensor: Any) -> bool:
+    """Whether each rank holds some rows of this DTensor, or all of it."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return all(isinstance(place, Replicate) or place == Shard(0) for place in tensor.placements)
+
+
+def local_rows(full: Tensor, like: Tensor) -> Tensor:
+    """Of a tensor that every rank has in full, the rows of `like` that this rank holds; all of them if it is not sharded."""
+    return shard(full, like=like).to_local() if is_sharded(like) else full  # type: ignore[attr-defined]
+
+
+def thin_product(thin: Tensor, matrix: Tensor | Factors, *, transposed: bool) -> Tensor:
     """thin (r, d) times matrix^T, or thin (r, p) times matrix: on the shards, and only the thin result is gathered."""
+    if isinstance(matrix, Factors):
+        return (thin @ matrix.right.T) @ matrix.left.T if transposed else (thin @ matrix.left) @ matrix.right
     if is_sharded(matrix):
         thin = _replicated(thin, matrix)
     return whole(nn.functional.linear(thin, matrix) if transposed else thin @ matrix)

@@ -157,12 +157,16 @@ class Step:
 
     def backward(self, loss: Tensor, weights: Tensor, current: Pass) -> None:
         """The loop's loss -> per-example gradients; at the end of a micro-batch clip each example, and add it to the sum."""
-        m = current.examples
         self.capture.in_backward = True  # from here on, differentiating is the engine's own
         try:
             self._differentiate(loss, weights, current)
         finally:
             self.capture.in_backward = False
+        with torch._C.DisableTorchFunction():  # the capture is on until the loop goes on, and need not see what follows
+            self._after_backward(current)
+
+    def _after_backward(self, current: Pass) -> None:
+        m = current.examples
         if self.plain:
             if current.counts:
                 self.gradients.add_plain(self.trained.gradients(), m)
@@ -194,7 +198,9 @@ class Step:
     def end(self, *, stop: bool = False) -> None:
         """Noise, ledger, rebuild, optimizer: the release of one logical batch. stop: this rank wants to end the loop."""
         guards.check_optimizer(self.update.optimizer, self.trained.parameters, self.trained.names)
-        clipped = self.gradients.take()
+        self.update.check()
+        with torch._C.DisableTorchFunction():
+            clipped = self.gradients.take()
         if clipped.examples:
             self.search.check_public(self.index)
         sent = self.ranks.sent
@@ -203,7 +209,8 @@ class Step:
             self.drop()
             self.stopped = True
             return
-        noisy = self.releases.release(self.index, clipped, self.bound)
+        with torch._C.DisableTorchFunction():
+            noisy = self.releases.release(self.index, clipped, self.bound)
         self.begun = False
         if noisy is None:
             return
@@ -214,7 +221,8 @@ class Step:
         divisor = self.mechanism.batch_size(self.index)
         self.adapted = self.mechanism.clip.after(self.bound, noisy, divisor)
         noise_std = self.mechanism.noise_of_step(self.index, clipped.sensitivity)
-        self.update.apply(noisy, self.gradients.where, step=self.index, divisor=divisor, noise_std=noise_std)
+        with torch._C.DisableTorchFunction():
+            self.update.apply(noisy, self.gradients.where, step=self.index, divisor=divisor, noise_std=noise_std)
         self.index += 1
         self.releases.end()
 

@@ -6,6 +6,7 @@ else takes with it is refused.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from rgp.rules.derived import carry_back
 from rgp.sharding import product, shard
 from rgp.slots import CarriedSlot, Slot
 from rgp.streams import Streams
+from rgp.thin import ThinState
 from rgp.torchstate import is_sharded
 from rgp.trained import TrainedModel
 
@@ -37,19 +39,20 @@ class Update:
         *,
         ema: WeightMean | None,
         power: PowerIteration | None,
+        thin: ThinState | None = None,
     ) -> None:
         for hook in optimizer._optimizer_step_pre_hooks.values():
             if isinstance(getattr(hook, "__self__", None), Update):
                 raise WrongUseError("the optimizer belongs to another run that is not closed; call its close() first")
         self.trained, self.optimizer, self.scheduler = trained, optimizer, scheduler
-        self.ema, self.power = ema, power
+        self.ema, self.power, self.thin = ema, power, thin
         self._streams = streams
         self._noise_std = 0.0  # of this step's gradient, in the coordinates that are released
         self._moves: Moves | None = None
         self._stepping = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         if isinstance(optimizer, AdamCorrected):
-            optimizer.noise = lambda parameter: self._noise_variance(trained.slot_of[id(parameter)])
+            optimizer.noise = self._noise_of
 
     def apply(self, noisy: Tensor, where: dict[str, slice], *, step: int, divisor: int, noise_std: float) -> None:
         """Take optimizer step number `step` (0 is the first) with the noisy sum, divided by the expected batch size.
@@ -65,10 +68,13 @@ class Update:
             self._moves.before()
         self._stepping = True
         try:
-            self.optimizer.step()
+            with nullcontext() if self.thin is None else self.thin.standing_in():
+                self.optimizer.step()
         finally:
             self._stepping = False
             self.trained.drop_gradients()
+        if self.thin is not None:
+            self.thin.apply(step)
         if self._moves is not None:
             self._moves.after()
         if self.scheduler is not None:
@@ -82,6 +88,9 @@ class Update:
         for name, slot in self.trained.slots.items():
             parameter, entry = self.trained.parameters[name], slot.entry
             part = noisy[where[name]]
+            if isinstance(slot, CarriedSlot) and self.thin is not None:
+                self.thin.set_gradient(name, part)
+                continue
             if isinstance(slot, CarriedSlot):
                 cut_at = entry.rank * entry.p if slot.needs_left else 0
                 Lt, R = slot.Lt.to(part.dtype), slot.R.to(part.dtype)
@@ -97,8 +106,18 @@ class Update:
                 part = self.power.approximate(name, part, lambda: self._streams.generator("carriers", step))
             parameter.grad = shard(part.to(parameter.dtype), like=parameter)
 
+    def check(self) -> None:
+        """Before a release: the optimizer and the model can do with it what was promised."""
+        if self.thin is not None:
+            self.thin.check()
+
+    def _noise_of(self, parameter: Tensor) -> Tensor | float:
+        """Variance of the noise in each entry of this step's gradient: what AdamCorrected asks for."""
+        if self.thin is not None and self.thin.stands_in(parameter):
+            return self._noise_std**2  # as released, it is the same everywhere
+        return self._noise_variance(self.trained.slot_of[id(parameter)])
+
     def _noise_variance(self, slot: Slot) -> Tensor | float:
-        """Of the noise in each entry of this step's gradient: what AdamCorrected asks for."""
         if isinstance(slot, CarriedSlot):
             shape = noise_variance(slot.Lt, slot.R, left=slot.needs_left, right=slot.needs_right)
             return shape.reshape(slot.entry.shape) * self._noise_std**2

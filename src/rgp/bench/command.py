@@ -33,6 +33,8 @@ def bench(
     rank: Annotated[int | None, typer.Option(help="Rank of the carriers.")] = None,
     sides: Annotated[str | None, typer.Option(help="both or left.")] = None,
     source: Annotated[str | None, typer.Option(help="weight or history (measured past its warm-up).")] = None,
+    keep: Annotated[int | None, typer.Option(help="Steps for which carriers stay.")] = None,
+    state: Annotated[str | None, typer.Option(help="Of the optimizer, for carried weights: full or thin.")] = None,
     against: Annotated[
         str | None, typer.Option(help=f"Other contenders, by comma: {', '.join(CONTENDERS[1:])}.")
     ] = None,
@@ -47,7 +49,7 @@ def bench(
 ) -> None:
     """Measure time and memory of a private step against plain training and against Opacus.
 
-    Every contender runs in a process of its own, one at a time, on the same work.
+    Every contender runs in a process of its own, on the same work, and they step in turn; ratios are those of a round.
     """
     from rich.console import Console
 
@@ -64,6 +66,8 @@ def bench(
         "rank": rank,
         "sides": sides,
         "source": source,
+        "keep": keep,
+        "state": state,
         "repeats": repeats,
         "optimizer": optimizer,
         "threads": threads,

@@ -146,6 +146,8 @@ def rgp_method(rgp: Any, settings: Settings) -> Any:
         sides=settings.sides,
         source=settings.source,
         power_iterations=settings.power_iterations,
+        keep=settings.keep,
+        state=settings.state,
         **options,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from rgp.bench.machine import describe_commit, describe_machine
+from rgp.bench.machine import busy_seconds, describe_commit, describe_machine
 from rgp.bench.process import RETURN_FREED_MEMORY, Worker, WorkerFailed
 from rgp.bench.settings import Settings, check_contenders
 
@@ -36,7 +36,7 @@ def run_bench(
     machine = describe_machine() | {"threads": settings.threads}
     rows = [empty_row(name) for name in names]
     measure_memory(rows, settings, say)
-    measure_time(rows, settings, say)
+    machine["busy_elsewhere"] = measure_time(rows, settings, say)
     add_ratios(rows)
     for row in rows:
         machine.update(row.pop("machine"))
@@ -53,13 +53,18 @@ def empty_row(name: str) -> Row:
     return {
         "name": name,
         "seconds_per_step": None,  # median of `seconds`
-        "ratio_to_plain": None,
+        "ratio_to_plain": None,  # median over the rounds of the ratio within a round
+        "ratio_to_plain_range": None,  # the smallest and the largest of them
+        "ratio_to_bound": None,
+        "ratio_to_bound_range": None,
+        "cpu_ratio_to_bound": None,  # likewise, of CPU time: less disturbed by others than the clock
         "peak_bytes": None,
         "memory_ratio_to_plain": None,
         "peak_bytes_default_malloc": None,  # with what the C library keeps for later, if left to itself
         "per_example_bytes": None,
         "trained_parameters": None,
         "seconds": [],
+        "cpu_seconds": [],
         "machine": {},
     }
 
@@ -83,9 +88,10 @@ def measure_memory(rows: Sequence[Row], settings: Settings, say: Callable[[str],
             row.update(worker.finish())
 
 
-def measure_time(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]) -> None:
-    """All in turn, in processes as users have them."""
+def measure_time(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]) -> float | None:
+    """All in turn, in processes as users have them. Returns how many cores others kept busy meanwhile, if known."""
     workers: dict[str, Worker] = {}
+    others = clock = 0.0
     with contextlib.ExitStack() as at_the_end:
         for row in rows:
             if "error" in row:
@@ -103,22 +109,38 @@ def measure_time(rows: Sequence[Row], settings: Settings, say: Callable[[str], N
                     continue
                 say(f"time, round {turn + 1} of {settings.repeats}: {row['name']}")
                 with failure_noted(row):
-                    row["seconds"].append(workers[row["name"]].step())
+                    before = busy_seconds()
+                    seconds, cpu = workers[row["name"]].step()
+                    row["seconds"].append(seconds)
+                    row["cpu_seconds"].append(cpu)
+                    if before is not None and (after := busy_seconds()) is not None:
+                        others, clock = others + max(0.0, after - before - cpu), clock + seconds
         for row in rows:
             if "error" in row:
                 continue
             row["seconds_per_step"] = median(row["seconds"])
             with failure_noted(row):
                 row["peak_bytes_default_malloc"] = workers[row["name"]].finish()["peak_bytes"]
+    return round(others / clock, 2) if clock else None
 
 
 def add_ratios(rows: Sequence[Row]) -> None:
-    plain = next((row for row in rows if row["name"] == "plain" and "error" not in row), None)
-    for row in rows:
-        if plain is None or "error" in row:
-            continue
-        row["ratio_to_plain"] = row["seconds_per_step"] / plain["seconds_per_step"]
-        row["memory_ratio_to_plain"] = row["peak_bytes"] / plain["peak_bytes"]
+    """Contenders that stepped in one round met the same machine, so the ratio is taken within it, and then the median."""
+    measured = {row["name"]: row for row in rows if "error" not in row}
+    for row in measured.values():
+        for name in ("plain", "bound"):
+            if (other := measured.get(name)) is not None:
+                ratios = per_round(row, other, "seconds")
+                row[f"ratio_to_{name}"] = median(ratios)
+                row[f"ratio_to_{name}_range"] = [min(ratios), max(ratios)]
+        if "bound" in measured:
+            row["cpu_ratio_to_bound"] = median(per_round(row, measured["bound"], "cpu_seconds"))
+        if "plain" in measured:
+            row["memory_ratio_to_plain"] = row["peak_bytes"] / measured["plain"]["peak_bytes"]
+
+
+def per_round(row: Row, other: Row, key: str) -> list[float]:
+    return [a / b if b else float("nan") for a, b in zip(row[key], other[key], strict=True)]
 
 
 def unequal_work(rows: Sequence[Row]) -> str | None:

@@ -50,9 +50,10 @@ class Worker:
             self.stop()
             raise
 
-    def step(self) -> float:
-        """Seconds of one logical step."""
-        return self._ask("step")["seconds"]
+    def step(self) -> tuple[float, float]:
+        """Seconds of one logical step, and CPU seconds of all its threads."""
+        reply = self._ask("step")
+        return reply["seconds"], reply["cpu_seconds"]
 
     def finish(self) -> dict[str, Any]:
         """Peaks over all steps so far; the last thing that can be asked."""

@@ -11,6 +11,7 @@ from rich.text import Text
 from rgp.bench.harness import unequal_work
 
 BAR_WIDTH = 40
+BUSY = 0.1  # cores that others may have while steps are measured
 
 
 def show_bench(report: dict[str, Any], console: Console) -> None:
@@ -18,10 +19,11 @@ def show_bench(report: dict[str, Any], console: Console) -> None:
     pieces = settings["batch"] // settings["microbatch"]
     table = Table(
         title=f"{settings['model']}, batch {settings['batch']} as {pieces} x {settings['microbatch']}, "
-        f"rank {settings['rank']}, {settings['sides']}, {settings['source']} carriers, {settings['optimizer']}"
+        f"rank {settings['rank']}, {settings['sides']}, {settings['source']} carriers kept for {settings['keep']}, "
+        f"{settings['state']} state, {settings['optimizer']}"
     )
     table.add_column("contender", no_wrap=True)
-    for heading in ("s/step", "x plain", "peak", "x plain", "per-example"):
+    for heading in ("s/step", "x plain", "x bound", "peak", "x plain", "per-example"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if "error" in row:
@@ -30,7 +32,8 @@ def show_bench(report: dict[str, Any], console: Console) -> None:
         table.add_row(
             row["name"],
             f"{row['seconds_per_step']:.4g}",
-            ratio(row["ratio_to_plain"]),
+            with_range(row["ratio_to_plain"], row["ratio_to_plain_range"]),
+            with_range(row["ratio_to_bound"], row["ratio_to_bound_range"]),
             size(row["peak_bytes"]),
             ratio(row["memory_ratio_to_plain"]),
             size(row["per_example_bytes"]),
@@ -80,12 +83,26 @@ def show_circumstances(report: dict[str, Any], console: Console) -> None:
     load = machine["load_before"]
     if load is not None and load > 0.5:
         console.print(f"[yellow]the load average was {load} before the start: something else was running[/yellow]")
+    busy = machine.get("busy_elsewhere")
+    if busy is not None and busy > BUSY:
+        console.print(
+            f"[yellow]others kept {busy} cores busy while steps were measured: take no number from this run but ratios of CPU "
+            "time (cpu_ratio_to_bound in --json)[/yellow]"
+        )
 
 
 def show_errors(report: dict[str, Any], console: Console) -> None:
     for row in report["rows"]:
         if "error" in row:
             console.print(Text(f"{row['name']}: {row['error']}", style="red"))
+
+
+def with_range(value: float | None, ends: list[float] | None) -> str:
+    """The median, and in brackets the smallest and the largest of a round where they differ."""
+    if value is None or ends is None:
+        return ""
+    low, high = (f"{end:.2f}" for end in ends)
+    return f"{value:.2f}" if low == high else f"{value:.2f} ({low}-{high})"
 
 
 def ratio(value: float | None) -> str:

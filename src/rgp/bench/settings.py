@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rgp.validate import check_count
+from rgp.validate import check_count, check_one_of
 
 CONTENDERS = ("rgp", "plain", "bound", "opacus-ghost", "opacus-hooks", "dpsgd")
 MODELS = ("bert-base", "minilm", "toy")
@@ -40,6 +40,10 @@ class Settings:
     """Where carriers come from: weight, or history (W - W0, measured past the warm-up), or another of the engine's."""
     power_iterations: int = 1
     """K of the power method."""
+    keep: int = 1
+    """Steps for which carriers stay."""
+    state: str = "full"
+    """Of the optimizer, for carried weights: full or thin."""
     optimizer: str | None = None
     """adamw or sgd (momentum 0.9); by default sgd for wide ResNets and adamw for the rest."""
     repeats: int = 5
@@ -56,12 +60,13 @@ class Settings:
                 f"model={self.model!r} is not known: take {', '.join(MODELS)}, wrn16-4, wrn28-4, the path of a folder "
                 "with a Hugging Face model, or module:function"
             )
-        for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations"):
+        for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations", "keep"):
             check_count(name, getattr(self, name))
         if self.batch % self.microbatch:
             # Unequal micro-batches would not be cut in the same places by every contender.
             raise ValueError(f"batch={self.batch} must be a multiple of microbatch={self.microbatch}")
         check_count("threads", self.threads, least=0)
+        check_one_of("state", self.state, ("full", "thin"))
         if self.optimizer not in (None, "adamw", "sgd"):
             raise ValueError(f"optimizer={self.optimizer!r} must be 'adamw' or 'sgd'")
         if self.optimizer is None:

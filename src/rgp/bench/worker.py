@@ -51,7 +51,9 @@ def serve(name: str, settings: Settings, requests: TextIO) -> Iterator[dict[str,
     }
     for request in map(json.loads, requests):
         if request == "step":
-            yield {"seconds": seconds_of(contender.step, device)}
+            before = time.process_time()
+            seconds = seconds_of(contender.step, device)
+            yield {"seconds": seconds, "cpu_seconds": time.process_time() - before}
         else:
             break
     yield {"peak_bytes": meter.peak_bytes(), "per_example_bytes": contender.per_example_bytes()}

@@ -30,6 +30,10 @@ def plan(
     source: Annotated[
         str, typer.Option(help="Carriers from history (keeps W_0), weight, momentum or random.")
     ] = "history",
+    state: Annotated[str, typer.Option(help="Of the optimizer, for carried weights: full or thin.")] = "full",
+    rounding: Annotated[
+        str, typer.Option(help="With --state thin, of bfloat16 weights: nearest, stochastic or compensated.")
+    ] = "nearest",
     batch: Annotated[int, typer.Option(help="Expected examples per optimizer step, over all ranks.")] = 1024,
     microbatch: Annotated[int, typer.Option(help="Examples that go through the model at once.")] = 32,
     seq: Annotated[int, typer.Option(help="Tokens per example.")] = 128,
@@ -78,6 +82,8 @@ def plan(
         rank=rank,
         sides=sides,
         source=source,
+        state=state,
+        rounding=rounding,
         batch=batch,
         microbatch=microbatch,
         seq=seq,

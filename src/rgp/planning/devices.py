@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rgp.rules import dropout
+from rgp import in_place, turning
+from rgp.rules import dropout, owners
 
 DEVICES = ("gpu", "cpu")
 
@@ -49,12 +50,22 @@ def _dropout_on(device: str) -> dict[str, Any]:
     return {"_fast": fast, "_mask": mask}
 
 
+def _evenly_owned(self: owners.Owned, example: Tensor, m: int) -> None:
+    """Nobody knows whose picked rows are: as many for each example."""
+    self.example, self.m, self.place = example, m, torch.empty_like(example)
+    self.longest = -(-len(example) // m)
+
+
 @contextmanager
 def as_on(device: str) -> Iterator[None]:
     """Run what follows in the form that attention, dropout and autocast take on this device."""
     with (
         _replaced(F, **_functions_on(device)),
         _replaced(dropout, **_dropout_on(device)),
+        _replaced(owners.Owned, __init__=_evenly_owned),
+        _replaced(in_place, generator_on=lambda *_: None),
+        _replaced(turning, _nearest_orthonormal=Tensor.double),
+        _replaced(turning.Frame, same_as=lambda *_: False),  # there are no numbers to compare
         _replaced(torch, is_autocast_enabled=lambda *_: False),  # it does not know meta tensors
     ):
         yield

@@ -46,7 +46,9 @@ class Contender:
     def method(self) -> methods.Method:
         if self.name == "rgp":
             q = self.question
-            return methods.RGP(rank=q.rank, sides=q.sides, source=q.source, warmup_steps=0)
+            return methods.RGP(
+                rank=q.rank, sides=q.sides, source=q.source, warmup_steps=0, state=q.state, rounding=q.rounding
+            )
         return methods.NonPrivate() if self.name == "plain" else methods.DPSGD()
 
     def build(self, depth: int | None = None) -> nn.Module:
@@ -112,7 +114,8 @@ class Contender:
             "gradients": cost.gradients,
         }
         if self.question.sharded:
-            parts = {name: -(-size // self.question.world_size) for name, size in parts.items()}
+            whole = ("optimizer", "gradients") if self._thin else ()
+            parts = {n: size if n in whole else -(-size // self.question.world_size) for n, size in parts.items()}
         peaks = self._peaks(cost)
         phase = max(peaks, key=lambda name: peaks[name])
         return {
@@ -134,6 +137,9 @@ class Contender:
         gathered = 2 * self._largest_layer  # the one in use and the one on its way
         shared = cost.weights + cost.initial + cost.optimizer
         whole = cost.total  # the engine's sum is whole on every rank; elsewhere it is scattered like the weights
+        if self._thin:  # so is what lives in its coordinates: the optimizer's state, and the sum of updates
+            shared -= cost.optimizer
+            whole += cost.optimizer + cost.total
         if self._scattered:
             whole = 0
             shared += cost.total
@@ -144,6 +150,10 @@ class Contender:
             else:
                 peaks[phase] = (peak - whole) // w + whole
         return peaks
+
+    @property
+    def _thin(self) -> bool:
+        return self.name == "rgp" and self.question.state == "thin"
 
     @property
     def _scattered(self) -> bool:
@@ -265,6 +275,8 @@ def plan(question: Question) -> dict[str, Any]:
         "rank": q.rank,
         "sides": q.sides,
         "source": q.source,
+        "state": q.state,
+        "rounding": q.rounding,
         "world_size": q.world_size,
         "sharded": q.sharded,
         "device": q.device,

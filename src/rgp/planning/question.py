@@ -46,7 +46,11 @@ class Question:
     """Rank of the carriers, and of DP-LoRA's factors."""
     sides: str = "both"
     source: str = "history"
-    """Where carriers come from; history keeps a second copy of the carried weights."""
+    """Where carriers come from; history keeps a second copy of the carried weights, unless the state is thin."""
+    state: str = "full"
+    """The optimizer's state for carried weights: full, or thin (in the released coordinates)."""
+    rounding: str = "nearest"
+    """With a thin state: how updates to bfloat16 weights are rounded; compensated keeps what was lost."""
     batch: int = 1024
     """Expected examples of a logical batch, over all ranks."""
     microbatch: int = 32

@@ -40,6 +40,8 @@ CARRIED = (
     "power_iterations",
     "norm",
     "keep",
+    "state",
+    "rounding",
 )  # keys that only methods with carriers have
 
 
@@ -122,6 +124,14 @@ class MethodConfig:
     warmup_steps: int | None = key(None, whole(0), "steps before history or momentum is used (a tenth of the run)")
     power_iterations: int | None = key(None, whole(1), "of the power method that finds the carriers (1)")
     keep: int | None = key(None, whole(1), "steps for which carriers stay (1)")
+    state: str | None = key(
+        None,
+        choice("full", "thin"),
+        "the optimizer's, of carried weights: full-size, or in released coordinates (full)",
+    )
+    rounding: str | None = key(
+        None, choice("nearest", "stochastic", "compensated"), "state thin: of updates to weights of 16 bits (nearest)"
+    )
     norm: str | None = key(None, choice("intrinsic", "paper"), "which norm is clipped (intrinsic)")
     head_scale: float = key(1.0, number(0, above=True), "multiplies the head's gradient before clipping")
     overrides: dict[str, Any] = key({}, treatments(), "parameter-name pattern: carried, exact, frozen or a rank")
