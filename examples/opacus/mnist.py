@@ -36,7 +36,7 @@ model = nn.Sequential(
     nn.ReLU(),
     nn.Linear(32, 10),
 )
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.8)
 
 run = rgp.privatize(
     model,
