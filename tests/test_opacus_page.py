@@ -167,3 +167,42 @@ def test_the_accounting_example_of_the_page():
     events = [Event(0.01, 1.0, count=1000)]
     assert f"{epsilon(events, delta=1e-5):.2f} here" in PAGE
     assert f"{epsilon(events, delta=1e-5, accountant='rdp'):.2f} by RDP" in PAGE
+
+
+@pytest.mark.parametrize("method", [rgp.RGP(rank=2), rgp.DPSGD()], ids=lambda method: method.name)
+def test_a_generator_learns_beside_a_private_discriminator_and_leaves_it_alone(method):
+    """The discriminator's weights are the same to the bit as without the generator's gradients, which are plain autograd's."""
+    real = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+
+    def train(beside: bool) -> tuple[nn.Module, int]:
+        torch.manual_seed(0)
+        generator = nn.Linear(3, 6)
+        discriminator = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+        parameters, steps = list(generator.parameters()), 0
+        with rgp.privatize(
+            discriminator, optimizer, TensorDataset(real), method=method, noise_multiplier=1.0, batch_size=16, steps=3,
+            microbatch_size=4, seed=1,
+        ) as run:  # fmt: skip
+            for (x,) in run:
+                with torch.no_grad():
+                    fake = generator(torch.randn(len(x), 3))
+                stepped = run.step(F.softplus(-discriminator(x)).mean() + F.softplus(discriminator(fake)).mean())
+                if stepped and beside:
+                    steps += 1
+                    codes = torch.ones(2, 3)
+                    found = torch.autograd.grad(F.softplus(-discriminator(generator(codes))).mean(), parameters)
+                    twin = [p.detach().clone().requires_grad_() for p in parameters]
+                    plain = nn.Sequential(*discriminator).requires_grad_(True)
+                    loss = F.softplus(-plain(F.linear(codes, *twin))).mean()
+                    for mine, expected in zip(found, torch.autograd.grad(loss, twin), strict=True):
+                        assert expected.abs().max() > 0
+                        assert torch.equal(mine, expected)
+                    with pytest.raises(rgp.WrongUseError, match=r"in place of loss.backward\(\)"):
+                        F.softplus(-discriminator(generator(codes))).mean().backward()
+        return discriminator, steps
+
+    (alone, _), (beside, steps) = train(False), train(True)
+    assert steps == 3
+    for a, b in zip(alone.parameters(), beside.parameters(), strict=True):
+        assert torch.equal(a, b)
