@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").rglob("*.py"))
 NEEDS = {
     "causal_lm": "transformers",
     "huggingface": "transformers",
@@ -92,3 +92,6 @@ def test_example(path, server, tmp_path):
         assert float(accuracy) > 0.8, said  # it learns: the data are easy
     for after, before in re.findall(r"held-out perplexity ([\d.]+), ([\d.]+) before", said):
         assert float(after) < 3 < float(before), said  # the text itself has about 2
+    if path.stem == "dcgan":
+        inside, outside, *before = map(float, re.findall(r"-?\d\.\d\d", said)[:4])
+        assert inside - outside > 0.4 > 4 * abs(before[0] - before[1]), said  # it draws where real images are bright

@@ -72,6 +72,20 @@ def test_a_table_of_over_a_million_entries_is_frozen_by_rgp_and_the_plan_says_so
     assert rgp.make_plan(bert(num_hidden_layers=1), rgp.LinearProbe()).frozen_note() == ""
 
 
+def test_the_plan_of_a_small_model_with_carriers_says_what_to_try_first():
+    def plan(width: int, method: rgp.methods.Method) -> rgp.Plan:
+        return rgp.make_plan(nn.Sequential(nn.Linear(99, width, bias=False), nn.Linear(width, 1)), method)
+
+    small, large = plan(990, rgp.RGP()), plan(1000, rgp.RGP())  # 99,001 and 100,001 parameters
+    assert "Try method=rgp.DPSGD() first: 99,001 trained parameters" in small.small_note()
+    assert str(small).endswith(small.small_note())
+    assert large.small_note() == "" and str(large).endswith("dimensions")
+    assert plan(990, rgp.DPSGD()).small_note() == ""
+    assert plan(990, rgp.ResidualOff()).small_note() == ""  # an ablation, without privacy
+    assert plan(8, rgp.RGP()).small_note() == ""  # carriers would be no smaller: all is exact already
+    assert plan(990, rgp.RGP(overrides={"0.weight": "exact"})).small_note() == ""
+
+
 def test_a_head_of_over_a_million_entries_is_carried():
     small = rgp.make_plan(bert(num_hidden_layers=1, num_labels=1302), rgp.RGP(rank=8))
     large = rgp.make_plan(bert(num_hidden_layers=1, num_labels=1303), rgp.RGP(rank=8))
@@ -258,7 +272,8 @@ def test_the_scale_is_for_the_exact_head_only():
 def test_the_plan_reads_as_a_table():
     model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 10))
     plan = rgp.make_plan(model, rgp.RGP(rank=2))
-    lines = str(plan).splitlines()
+    *lines, note = str(plan).splitlines()
+    assert note == plan.small_note()
     assert lines[0].split() == ["parameter", "shape", "treatment", "rank", "noise", "dims", "why"]
     assert len(lines) == 2 + len(plan) + 1
     row = next(line for line in lines if line.startswith("1.weight"))
