@@ -2,7 +2,7 @@
 
 
 class UnsupportedError(RuntimeError):
-    """A trained parameter or a module for which no per-example gradient can be had."""
+    """A trained parameter or a module whose per-example gradients cannot be computed."""
 
 
 class WrongUseError(RuntimeError):

@@ -237,7 +237,7 @@ class Loop:
         return releases.attempt if step == self._step.index else releases.attempts(step)[0]
 
     def _seed(self, part: int) -> int:
-        """Of torch's generator in one pass of this step; a step that is drawn again has other random numbers."""
+        """The seed of torch's generator in one pass; a step that is drawn again has other random numbers."""
         return self._streams.torch_seed(self._step.index, part, self._step.releases.attempt)
 
     def _load(self) -> Iterator[Any]:

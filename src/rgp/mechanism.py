@@ -108,12 +108,12 @@ class Mechanism:
         return self.clip.bound(step, sigma=self.sigma(step), batch_size=self.batch_size(step), adapted=adapted)
 
     def noise_std(self, step: int, sensitivity: float) -> float:
-        """Of the fresh noise on every entry of a clipped sum, which one unit can move by `sensitivity`."""
+        """The standard deviation of the fresh noise on every entry of a clipped sum, which one unit can move by `sensitivity`."""
         sigma = self.sigma(step)
         return sigma * sensitivity if sigma > 0 else 0.0
 
     def noise_of_step(self, step: int, sensitivity: float) -> float:
-        """Of all the noise on every entry of one step's sum, with what it takes back of earlier steps; while carriers stay."""
+        """The standard deviation of all the noise on every entry of a step, with what is taken back, while carriers stay."""
         std = self.noise_std(step, sensitivity)
         return std if self.bands == 1 else std * float(_factors(self.coefficients, self.steps)[step])
 

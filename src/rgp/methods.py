@@ -1,4 +1,4 @@
-"""The methods: each a few settings over the one plan (plan.py) and the one engine (engine.py).
+"""The methods: each a few settings over the one plan (plan.py) and the one engine (step.py).
 
 A method says what a parameter gets by its kind, and how carriers are found. It holds no state and no tensors.
 """

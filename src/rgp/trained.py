@@ -43,7 +43,7 @@ class TrainedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of per-example gradients and their sums."""
+        """The kind of number of per-example gradients and their sums."""
         double = any(p.dtype == torch.float64 for p in self.trained.values())
         return torch.float64 if double else torch.float32
 

@@ -42,7 +42,7 @@ def cast(capture, func, args, kwargs):
 
 @alias(_T.expand_as, _T.view_as, _T.reshape_as)
 def shaped_as(capture, func, args, kwargs):
-    """Of the other tensor, which may well come from the batch, only the shape is used."""
+    """Only the shape of the other tensor is used, which may well come from the batch."""
     tensor, other = args
     if capture.slot(tensor) is None:
         return NotImplemented

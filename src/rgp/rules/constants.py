@@ -82,7 +82,7 @@ class Constants:
         return operand is result and version is not None and version + 1 == operand._version
 
     def _version_of(self, tensor: Tensor) -> int | None:
-        """Of the tensor when it was found to be a constant; None if it was not."""
+        """The version of the tensor when it was found to be a constant; None if it was not."""
         reference, version = self._known.get(id(tensor), (None, None))
         return version if reference is not None and reference() is tensor else None
 

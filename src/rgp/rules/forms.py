@@ -96,7 +96,7 @@ class FormSlot(Slot):
         return grown or any(t.dim() and len(t) == rows for t in constants)
 
     def _lookup(self) -> tuple[DeferredSlot, Tensor, Tensor] | None:
-        """Of a large table with the same ids for all examples: its slot, the ids, and which of them count."""
+        """A large table that is looked up with the same ids for all examples: its slot, the ids, and which of them count."""
         func, args, kwargs = self._made_by
         slot = self._parents[0][1]
         if func is not F.embedding or len(self._parents) > 1 or not isinstance(slot, DeferredSlot):

@@ -72,7 +72,7 @@ class Owners:
         return found is not None and found[0]() is tensor
 
     def of(self, tensor: Tensor) -> Owned | None:
-        """Of a tensor of picked rows; an error if it is not known whose they are."""
+        """The owners of a tensor of picked rows; an error if they are not known."""
         if not self.is_picked(tensor):
             return None
         owned = self._known[id(tensor)][1]

@@ -54,7 +54,7 @@ def search_profile(trials: Sequence[Trial], law: Law, *, delta: float) -> Search
 
 
 def trial_profile(trials: Sequence[Trial], *, delta: float) -> Profile:
-    """Of a trial whose kind is drawn first, and put out with it: the mean of the kinds' profiles."""
+    """The profile of a trial whose kind is drawn first and released with it: the mean of the kinds' profiles."""
     counts = Counter(map(merge, trials))
     kinds = [(composed_pld(merged, delta), fft_rounding(merged), n / counts.total()) for merged, n in counts.items()]
 

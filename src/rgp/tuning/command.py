@@ -104,7 +104,7 @@ def tune(
             if out is None:
                 raise ValueError("--resume needs --out, the folder of the search to go on with")
             if named := [name for name, value in given.items() if value is not None]:
-                raise ValueError(f"--resume goes on with a search as it was begun; leave out {', '.join(named)}")
+                raise ValueError(f"--resume continues a search as it was begun; leave out {', '.join(named)}")
         elif space is None:
             raise ValueError(
                 "--space is missing: a YAML file that maps keys to lists, such as optimizer.lr: [0.1, 0.3, 1, 3]"

@@ -74,7 +74,7 @@ class Law:
 
     @cached_property
     def gamma(self) -> float:
-        """Of the truncated negative binomial: the larger, the fewer trials."""
+        """The parameter of the truncated negative binomial: the larger, the fewer trials."""
         if self.shape == 1:
             return 1 / self.mean
         from scipy.optimize import brentq

@@ -1,4 +1,4 @@
-"""One search from its config to its release. Can be interrupted at any moment and gone on with.
+"""One search from its config to its release. It can be interrupted at any moment and resumed.
 
 config, space -> plan -> trials, one after the other, each scored -> the best one released -> the trials removed
 """
@@ -141,7 +141,7 @@ def begin(out: Path, base: Config, plan: Plan) -> None:
 
 
 def read_plan(out: Path) -> Plan:
-    """Of the search in OUT, begun before."""
+    """The plan of the search that was begun in OUT."""
     if not (out / "tune.json").exists():
         raise RunFolderError(f"there is no search in {out} to go on with; leave --resume out to start one")
     return Plan.from_dict(RunFolder.read_json(out / "tune.json"))
@@ -216,7 +216,7 @@ def steps_of(config: Config, plan: Plan) -> int:
 
 
 def right_answers(folder: Path, score: Score) -> float:
-    """Of the trial's published model. At most 1 for each row, whatever the model does."""
+    """The score of the trial's published model. At most 1 for each row, whatever the model does."""
     settings, parts, _ = load_trained(folder)
     rows = parts.data.train if score.where == "training" else parts.data.test
     batch = settings.training.microbatch_size or 32

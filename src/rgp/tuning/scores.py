@@ -76,5 +76,5 @@ def noisy_count(count: float, score: Score, rng: np.random.Generator) -> float:
 
 
 def share(noisy: float, score: Score) -> float:
-    """Of the rows; kept between 0 and 1, where noise has carried it out."""
+    """The share of the rows, kept between 0 and 1 where noise has carried it out of them."""
     return min(1.0, max(0.0, noisy / score.rows))

@@ -6,7 +6,7 @@ OUT/trials/             for the owner alone (mode 0700), removed when the search
     scores.json         of the trials that are done
     trial-00000/        a run of `rgp train`; all but the best so far are removed as soon as they are beaten
 
-What was drawn does not change when a search is interrupted and gone on with: it is a function of the secret. A trial that was
+What was drawn does not change when a search is interrupted and resumed: it is a function of the secret. A trial that was
 interrupted goes on by the run's own checkpoint. If the record of its releases is then not exactly the one that was planned (a
 crash can charge a step twice), the trial is begun again: nothing of it was released, so nothing of it was spent.
 """
@@ -84,7 +84,7 @@ class Trials:
             yield
         except BlockingIOError:
             raise ValueError(
-                f"another process goes on with the search in {self.path.parent}; wait for it, or end it"
+                f"another process continues the search in {self.path.parent}; wait for it, or end it"
             ) from None
         finally:
             os.close(handle)
