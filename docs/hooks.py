@@ -41,6 +41,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return site_links(markdown, page.file.src_uri, {file.src_uri for file in files})
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    if loads := foreign(output):
+        raise SystemExit(f"{page.file.src_uri} would load from another host: {', '.join(loads)}")
+    return output
+
+
+def foreign(html: str) -> list[str]:
+    """Addresses on other hosts that a browser would load by itself; links that a reader may follow are none of them."""
+    return re.findall(r"""<(?!a\b)[a-z]+\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""", html)
+
+
 def present(nav: list[Any], folder: Path) -> list[Any]:
     """The menu without optional pages that do not exist; any other missing page stays, and fails the build."""
     kept = []

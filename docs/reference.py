@@ -141,7 +141,7 @@ def commands_page() -> str:
         lines += [f"## `{path}` {{ #{path.replace(' ', '-')} }}", "", *command_help(command.help or ""), ""]
         rows = [row for parameter in command.params if (row := option(parameter))]
         if rows:
-            lines += ["| | | |", "|---|---|---|", *rows, ""]
+            lines += ["| option | meaning |", "|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
@@ -180,10 +180,10 @@ def option(parameter: Any) -> str | None:
     names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.metavar or parameter.name]
     shown = ", ".join(f"`{name}`" for name in names)
     default = parameter.default
-    given = "" if callable(default) or default in (None, False, "", ()) or not is_option else f"default `{default}`"
-    note = "required" if parameter.required else given
+    given = "" if callable(default) or default in (None, False, "", ()) or not is_option else f"Default: `{default}`."
+    note = "Required." if parameter.required else given
     text = " ".join((getattr(parameter, "help", None) or "").split()).replace("|", "\\|")
-    return f"| {shown} | {text} | {note} |"
+    return f"| {shown} | {text} {note} |"
 
 
 if __name__ == "__main__":

@@ -171,6 +171,13 @@ def test_links_that_leave_the_site():
     assert links("```\n[a](../SECURITY.md)\n```", "faults.md", pages) == "```\n[a](../SECURITY.md)\n```"
 
 
+def test_what_would_be_loaded_from_another_host_is_noticed():
+    foreign = hooks().foreign
+    assert foreign('<script async src="https://a.org/x.js"></script>') == ["https://a.org/x.js"]
+    assert foreign("<link rel=stylesheet href=//fonts.a.org/css>") == ["//fonts.a.org/css"]
+    assert foreign('<a href="https://a.org">a</a><img src="img/x.png">') == []
+
+
 def test_only_pages_that_may_be_missing_are_left_out_of_the_menu(tmp_path):
     (tmp_path / "index.md").write_text("")
     nav = [{"Start": "index.md"}, {"Guides": [{"Units": "units.md"}, {"Gone": "gone.md"}]}]
