@@ -200,3 +200,27 @@ def test_every_page_is_in_the_menu_once():
     made = {"reference/python.md", "reference/commands.md", *hooks().outside_pages().values()}
     assert len(listed) == len(set(listed))
     assert written | made | hooks().OPTIONAL == set(listed) | hooks().OPTIONAL
+
+
+def test_workflows_forms_and_citation_can_be_read():
+    """YAML that a hosting service would take: triggers, jobs with steps, the Pythons that pyproject.toml promises."""
+    yaml = pytest.importorskip("yaml")
+    folder = ROOT / ".github"
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("workflows/*.yml")}
+    assert set(workflows) == {"test", "docs"}
+    for content in workflows.values():
+        assert content[True]  # YAML 1.1 reads the key `on` as true
+        assert all(job["runs-on"] and job["steps"] for job in content["jobs"].values())
+    project = (ROOT / "pyproject.toml").read_text()
+    promised = re.findall(r"Python :: (3\.\d+)", project)
+    assert workflows["test"]["jobs"]["versions"]["strategy"]["matrix"]["python"] == promised
+    called = re.findall(r"run: make (\w+)", "".join(path.read_text() for path in folder.glob("workflows/*.yml")))
+    assert called and all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in called)
+    for path in folder.glob("ISSUE_TEMPLATE/*.yml"):
+        form = yaml.safe_load(path.read_text())
+        assert path.stem == "config" or {"name", "description", "body"} <= set(form)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    from rgp import __version__
+
+    assert citation["version"] == __version__ and citation["authors"] == [{"name": "the rgp authors"}]
+    assert {"cff-version", "message", "title"} <= set(citation)
