@@ -1,5 +1,6 @@
 """The pages of the site: their code runs, their commands exist, and the reference has every public name."""
 
+import doctest
 import importlib.util
 import re
 import shlex
@@ -121,6 +122,42 @@ def test_presets_that_pages_name_exist():
     assert named and named <= set(presets())
 
 
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
+def test_settings_on_a_page_are_settings(path, tmp_path, monkeypatch):
+    """YAML on a page is a config that `rgp train` reads, or a space that `rgp tune` searches."""
+    pytest.importorskip("yaml")
+    monkeypatch.chdir(tmp_path)
+    for name in ("reviews.csv", "stories.txt"):  # the reader's own
+        Path(name).touch()
+    for name in ("my-bert", "my-gpt2"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text("{}")
+    for _, code in blocks(path, "yaml"):
+        assert not wrong_settings(code, tmp_path / "config.yaml")
+
+
+def wrong_settings(code, file):
+    from rgp.train.config import ConfigError, load
+
+    changes = []
+    if re.match(r"\w+\.\w+: \[", code):  # a space: a list of values for each key of a config
+        import yaml
+
+        changes, code = [f"{key}={values[0]}" for key, values in yaml.safe_load(code).items()], "{}"
+    file.write_text(code)
+    try:
+        load(file, preset="digits-rgp" if changes else None, changes=changes)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("code", ["data: {nmae: x.csv}\n", "optimizer.nmae: [0.1, 1]\n"])
+def test_a_setting_that_does_not_exist_is_noticed(code, tmp_path):
+    pytest.importorskip("yaml")
+    assert "nmae" in wrong_settings(code, tmp_path / "config.yaml")
+
+
 def test_reference_has_every_public_name():
     import rgp
 
@@ -130,6 +167,19 @@ def test_reference_has_every_public_name():
     for argument in ("microbatch_size", "loss_reduction", "process_group"):
         assert f"- `{argument}`: " in page  # the docstring's list has become one
     assert "`.epsilon(delta: float | None = None) -> float`" in page  # methods of a run
+
+
+def test_examples_in_the_reference_run(tmp_path, monkeypatch):
+    import rgp
+
+    monkeypatch.chdir(tmp_path)
+    finder, runner = doctest.DocTestFinder(recurse=True), doctest.DocTestRunner()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in set(rgp.__all__) - {"__version__"}:
+            for example in finder.find(getattr(rgp, name), name):
+                runner.run(example)
+    assert runner.failures == 0 and runner.tries > 10
 
 
 def test_reference_has_every_command_and_option():
