@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = {"units.md", "opacus.md"}  # pages that have a place in the menu once they exist
+OPTIONAL = {"units.md", "opacus.md", "thin.md", "compile.md"}  # pages that have a place in the menu once they exist
 OUTSIDE = [
     "SECURITY.md",
     "CONTRIBUTING.md",
