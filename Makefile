@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow lint torture attack-suite mutants gpu-check clean
+.PHONY: setup demo test test-slow lint torture attack-suite mutants gpu-check docs clean
 
 setup: $(VENV)/.ready
 
@@ -47,5 +47,14 @@ gpu-check: setup  # for the owner of a GPU; writes a note into benchmarks/
 	$(BIN)/pip install --quiet --constraint constraints.txt '.[bench]'
 	$(BIN)/python benchmarks/gpu_check.py
 
+$(VENV)/.docs: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs  # the site, into site/; a broken link or a missing page is an error. python3 -m http.server -d site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache

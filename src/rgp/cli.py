@@ -322,6 +322,7 @@ if typer is not None:
     from rgp.bench import command as _bench
     from rgp.data import command as _data
     from rgp.demo import command as _demo
+    from rgp.doctor import command as _doctor
     from rgp.planning import command as _plan
     from rgp.report import command as _report
     from rgp.reproduce import command as _reproduce
@@ -331,6 +332,7 @@ if typer is not None:
     for _group_of_commands in (
         _train,
         _demo,
+        _doctor,
         _data,
         _report,
         _bench,

@@ -15,8 +15,8 @@ def fix(model: nn.Module, *, groups: int = 32) -> nn.Module:
     Scale and shift are copied; running statistics have no place in GroupNorm and are dropped, so a pretrained model
     needs training afterwards. The number of groups is the largest divisor of the channels that is at most `groups`.
 
-    >>> fix(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1]
-    GroupNorm(24, 48, eps=1e-05, affine=True)
+    >>> fix(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups
+    24
     """
     if isinstance(model, _KINDS):
         raise UnsupportedError("the model is itself a BatchNorm; give fix the module that contains it")
