@@ -912,4 +912,163 @@ CORRELATED = group(
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = (*NOISE, *CLIPPING, *SAMPLING, *PRIVATE, *ACCOUNTING, *METHOD, *RANKS, *CORRELATED)
+UNITS = group(
+    "Units and splits",
+    mutant(
+        "a unit's sum for its mean",
+        "whoever has more rows counts more, and is clipped all the same",
+        ("members.py", "[1 / len(own) for own in rows for _ in own]", "[1.0 for own in rows for _ in own]"),
+        by=("test_units.py::test_the_mean_gradient_of_each_unit_is_clipped_once",),
+    ),
+    mutant(
+        "all rows of a unit",
+        "the limit of rows in a step is not kept",
+        ("members.py", "        if len(rows) <= most:", "        if True:"),
+        by=("test_units.py::test_of_a_drawn_unit_each_row_is_used_equally_often_and_none_twice",),
+    ),
+    mutant(
+        "the same rows of a unit in every step",
+        "which rows are used is decided once",
+        (
+            "members.py",
+            'generator("sampling", step, attempt, part=ROWS + unit)',
+            'generator("sampling", 0, attempt, part=ROWS + unit)',
+        ),
+        by=("test_units.py::test_of_a_drawn_unit_each_row_is_used_equally_often_and_none_twice",),
+    ),
+    mutant(
+        "rows of a unit drawn twice",
+        "drawn with replacement",
+        ("members.py", ".choice(rows, most, replace=False)", ".choice(rows, most, replace=True)"),
+        by=("test_units.py::test_of_a_drawn_unit_each_row_is_used_equally_often_and_none_twice",),
+    ),
+    mutant(
+        "pieces of a unit clipped apart",
+        "a unit in several passes is clipped in each of them",
+        ("loop.py", "ends_part = last and (group is None or group.ends)", "ends_part = last"),
+        by=("test_units.py::test_the_mean_gradient_of_each_unit_is_clipped_once",),
+    ),
+    mutant(
+        "first pieces of a unit forgotten",
+        "only the last pass of a large unit counts",
+        ("step.py", "return self.view == 0 and (self.group is None or self.group.begins)", "return self.view == 0"),
+        by=("test_units.py::test_the_mean_gradient_of_each_unit_is_clipped_once",),
+    ),
+    mutant(
+        "a unit's rows measured apart",
+        "norms of large parameters leave out the products between rows",
+        (
+            "norms.py",
+            "return unit_outer_squared_norms(self.left, self.right, rows)",
+            "return rows.mean(self.squared_norms()) / rows.most",
+        ),
+        by=("test_units.py::test_large_parameters_are_clipped_by_unit_without_forming_their_gradients",),
+    ),
+    mutant(
+        "rates of rows for units",
+        "q and delta are those of rows",
+        ("privatize.py", "unit: Unit = Rows(size) if members is None else members.unit", "unit: Unit = Rows(size)"),
+        by=("test_units.py::test_delta_and_epsilon_are_about_units",),
+    ),
+    mutant(
+        "other units after a resume",
+        "whose a row is may change between two sessions",
+        ("checkpoint.py", 'private["units"] != members.digest(secret.secret)', "False"),
+        by=("test_units_runs.py::test_a_run_goes_on_with_the_units_it_had",),
+    ),
+    mutant(
+        "a unit on every rank",
+        "all ranks work on the whole draw of units",
+        ("loop.py", "self._loader.cut(ranks.share(units), step, attempt)", "self._loader.cut(units, step, attempt)"),
+        by=("test_units_runs.py::test_a_unit_is_on_one_rank_and_their_number_does_not_matter",),
+    ),
+    mutant(
+        "a split by place",
+        "one row less in a file moves others between training and test",
+        (
+            "data/splits.py",
+            "[_is_held_out(key, share, seed) for key in keys]",
+            "[_is_held_out(str(i).encode(), share, seed) for i, _ in enumerate(keys)]",
+        ),
+        by=("test_data.py::test_one_row_less_in_a_file_is_one_row_less_on_one_side",),
+    ),
+    mutant(
+        "a person on both sides",
+        "rows of one person are split between training and test",
+        (
+            "data/loading.py",
+            "if ids is None else zip(map(str, ids), strict=True)",
+            "if True else zip(map(str, ids), strict=True)",
+        ),
+        by=("test_units_train.py::test_a_person_is_on_one_side_of_the_split",),
+    ),
+)
+
+TUNING = group(
+    "Tuning",
+    mutant(
+        "number of trials fixed after all",
+        "the number of trials is the law's mean, not drawn",
+        ("tuning/trials.py", 'self.count = law.draw(streams.generator("sampling", 0))', "self.count = round(law.mean)"),
+        by=("test_tuning_api.py::test_the_number_of_trials_follows_the_law",),
+    ),
+    mutant(
+        "score without noise",
+        "the best is chosen by the exact count",
+        (
+            "tuning/scores.py",
+            "float(count) + score.noise * float(rng.standard_normal())",
+            "float(count) + 0 * score.noise * float(rng.standard_normal())",
+        ),
+        by=("test_tuning_api.py::test_a_private_score_has_the_noise_that_it_is_charged_for",),
+    ),
+    mutant(
+        "score not charged",
+        "a private score is free",
+        ("tuning/scores.py", "return () if self.noise is None else (Event(1.0, self.noise),)", "return ()"),
+        by=("test_tuning_api.py::test_epsilon_is_the_searchs_by_an_independent_computation",),
+    ),
+    mutant(
+        "second best released",
+        "another trial than the best",
+        (
+            "tuning/trials.py",
+            "return max(sorted(scores), key=scores.__getitem__, default=None)",
+            "return sorted(scores, key=scores.__getitem__)[-2:][0] if scores else None",
+        ),
+        by=("test_tuning_api.py::test_the_best_is_the_highest_and_the_first_of_equals",),
+    ),
+    mutant(
+        "trial's epsilon on the card",
+        "the card promises one trial's epsilon for the search",
+        (
+            "tuning/release.py",
+            '        "epsilon": plan.epsilon,\n        "delta"',
+            '        "epsilon": plan.trial_epsilon,\n        "delta"',
+        ),
+        by=("test_tuning_command.py::test_the_card_and_the_page_promise_what_the_search_costs_and_not_the_trial",),
+    ),
+    mutant(
+        "search charged as one trial",
+        "choosing costs nothing",
+        (
+            "tuning/accounting.py",
+            "dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(events), law.mean, law.shape)",
+            "dp_event.ComposedDpEvent(events)",
+        ),
+        by=("test_tuning_accounting.py::test_renyi_epsilon_is_that_of_the_paper",),
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (
+    *NOISE,
+    *CLIPPING,
+    *SAMPLING,
+    *PRIVATE,
+    *ACCOUNTING,
+    *METHOD,
+    *RANKS,
+    *CORRELATED,
+    *UNITS,
+    *TUNING,
+)
