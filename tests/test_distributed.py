@@ -106,7 +106,7 @@ def test_carriers_from_public_inputs_are_the_same_on_every_rank():
 
 def test_every_example_is_on_one_rank_and_empty_shares_stay_in_step(tmp_path):
     """Batches of about one example on three ranks: most shares are empty, and some draws."""
-    options = {"batch_size": 1, "steps": 12, "microbatch_size": 1}
+    options = {"batch_size": 1, "steps": 12, "microbatch_size": 1, "probe": False}
     alone = alone_with(**options)
     found = launch(whole_run, 3, options, tmp_path / "run")
     drawn = [draw(Streams.from_seed(OPTIONS["seed"]), t, SIZE, 1 / SIZE).tolist() for t in range(12)]

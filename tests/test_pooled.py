@@ -58,8 +58,8 @@ def test_pooled_classifier_is_exact_per_example(bert_folder):
 
     encoder = transformers.AutoModel.from_pretrained(bert_folder)
     model = PooledClassifier(encoder, 2, head="layernorm").double()
-    data = load_sst2_like(bert_folder, texts(8, seed=1)).train
-    collate = load_sst2_like(bert_folder, texts(8, seed=1)).collate_fn
+    data = load_sst2_like(bert_folder, texts(12, seed=1), held_out=0.3).train
+    collate = load_sst2_like(bert_folder, texts(12, seed=1), held_out=0.3).collate_fn
     weights = dict(zip((tuple(r["input_ids"].tolist()) for r in data), helpers.spread(len(data)), strict=True))
 
     def losses(model, batch):

@@ -121,6 +121,7 @@ class Engine(Contender):
             steps=settings.steps,
             microbatch_size=settings.microbatch,
             seed=settings.seed,
+            probe=False,  # the rehearsal comes with a few steps only, and docs/pitfalls.md has what it costs
         )
         self.batches = iter(self.run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from rgp.rounding import percent_up, round_down, round_up
@@ -100,8 +101,8 @@ def audit_text(audit: dict[str, Any] | None) -> str:
 
 
 def short_unit(unit: str) -> str:
-    """The words 'one row' of 'one row of the dataset (a sentence)'."""
-    return unit.split(" of ")[0]
+    """The words 'one row' of 'one row of the dataset', 'one person' of 'one person (column who), at most 8 rows in a step'."""
+    return re.split(r" of | \(|, ", unit)[0]
 
 
 def _big(value: float) -> str:
