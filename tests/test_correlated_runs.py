@@ -114,7 +114,7 @@ def test_the_noise_of_a_run_is_that_of_the_matrix_mechanism(clip):
 
 
 def dense_moves(watch):
-    """P from each step's coordinates to the next one's as a matrix, from J and J^T of METHOD.md, written out."""
+    """P from each step's coordinates to the next one's as a matrix, from J and J^T of docs/correlated-noise.md, written out."""
 
     def spread(frame):
         L, R = frame.Lt.T.numpy(), frame.R.numpy()

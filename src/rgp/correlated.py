@@ -6,7 +6,7 @@ in units of the sensitivity: a step releases x_t + s_t w_t, where s_t is what on
 adaptive clip norm changes nothing here. P is the identity while coordinates mean the same; `move` applies another one.
 
 Formal guarantees (tests/test_correlated.py):
-- the noise of a chain has the covariance sigma^2 C^{-1} C^{-T} of the matrix mechanism (METHOD.md, docs/correlated-noise.md)
+- the noise of a chain has the covariance sigma^2 C^{-1} C^{-T} of the matrix mechanism (docs/correlated-noise.md)
 - after `forget` nothing of the past is in what follows
 - no P makes a vector longer: `move` refuses one that does
 
