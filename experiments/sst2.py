@@ -3,6 +3,7 @@
     python experiments/sst2.py tuning --data FOLDER      how the settings were chosen, on 3,000 rows of the training set
     python experiments/sst2.py tables --data FOLDER      the runs of the tables: validation set, and 5,000 held-out training rows
     python experiments/sst2.py few --data FOLDER         the same with 2,000 rows to train on
+    python experiments/sst2.py bands --data FOLDER       independent and correlated noise, three rates each, on tuning's rows
     python experiments/sst2.py show [--plots FOLDER]     mean, standard error and paired differences of what is there
 
 FOLDER holds sst2/ and minilm/ (`rgp data get sst2 minilm --to FOLDER`). No run trains on the 5,000 rows of the tables; tuning
@@ -21,7 +22,7 @@ import numpy as np
 LIST = driver.HERE / "sst2.yaml"
 RESULTS = driver.HERE / "results" / "sst2.jsonl"
 HELD_OUT, TUNING, FEW = 5000, 3000, 2000  # rows
-STAGES = (*driver.STAGES, "few")
+STAGES = (*driver.STAGES, "few", "bands")
 
 
 def main() -> None:
@@ -38,8 +39,9 @@ def main() -> None:
     def run(job: dict[str, Any]) -> dict[str, Any]:
         out = given.out / job["name"]
         every = 20 if given.what == "tables" else 10**6
-        found = driver.train(job, folders[given.what], out, run__eval_every=every)
-        return found if given.what == "tuning" else {**found, "accuracy_held_out": accuracy(out, folders["held_out"])}
+        tuning = given.what in ("tuning", "bands")
+        found = driver.train(job, folders["tuning" if tuning else given.what], out, run__eval_every=every)
+        return found if tuning else {**found, "accuracy_held_out": accuracy(out, folders["held_out"])}
 
     jobs = driver.planned(LIST, given.what)
     driver.run_missing(jobs, given.results, run, only=given.only, share=given.share)
