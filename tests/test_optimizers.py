@@ -1,151 +1,109 @@
-"""The user's own optimizers and schedulers do in a private run what they do in plain training."""
+"""AdamCorrected: the noise it is told of, and the signal it sees under it."""
 
 from __future__ import annotations
-
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import rgp
-from helpers import parameters_of, privatize
-from toys import EXAMPLES, examples, loss_of, start, toy
+from helpers import seeded
+from rgp.optimizers import AdamCorrected
+from rgp.reconstruct import factors, noise_variance
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+# ---------------------------------------------------------------------- optimizers
 
 
-def test_without_clip_and_noise_dpsgd_is_plain_training():
-    plain, private = toy(), toy()
-    data = examples()
-    x, y = torch.stack([x for x, _ in data]), torch.tensor([y for _, y in data])
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss_of(plain, (x, y)).backward()
+def rebuild(Lt, R, At, dR):
+    """dL R + L dR - L L^T dL R, the paper's Corollary 1; with one side released, dL R or L dR."""
+    if At is None:
+        return Lt.T @ dR
+    return At.T @ R if dR is None else At.T @ R + Lt.T @ dR - Lt.T @ Lt @ At.T @ R
+
+
+def test_noise_variance_of_rebuilt_gradients_by_simulation():
+    generator = seeded(0)
+    Lt = torch.linalg.qr(torch.randn(7, 2, generator=generator, dtype=torch.float64)).Q.T.contiguous()
+    R = torch.linalg.qr(torch.randn(5, 2, generator=generator, dtype=torch.float64)).Q.T.contiguous()
+    draws = 20000
+    for left, right in ((True, True), (True, False), (False, True)):
+        At = torch.randn(draws, 2, 7, generator=generator, dtype=torch.float64)
+        dR = torch.randn(draws, 2, 5, generator=generator, dtype=torch.float64)
+        if left and right:
+            made = torch.vmap(lambda a, d: rebuild(Lt, R, a, d))(At, dR)
+        elif left:
+            made = torch.vmap(lambda a: rebuild(Lt, R, a, None))(At)
+        else:
+            made = torch.vmap(lambda d: rebuild(Lt, R, None, d))(dR)
+        given = (At[0] if left else None, dR[0] if right else None)
+        one, other = factors(Lt, R, *given)
+        torch.testing.assert_close(one @ other, rebuild(Lt, R, *given))
+        known = noise_variance(Lt, R, left=left, right=right)
+        measured = made.square().mean(0)
+        # 5 standard errors of a variance; a formula without the product term, or with l and q swapped, is far outside
+        assert (measured / known - 1).abs().max() < 5 * (2 / draws) ** 0.5
+
+
+def test_adam_corrected_is_adamw_where_there_is_no_noise():
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
+    theirs.load_state_dict(ours.state_dict())
+    a = AdamCorrected(ours.parameters(), lr=0.01, weight_decay=0.1)
+    b = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(20):
+        x = torch.randn(8, 5)
+        for model, optimizer in ((ours, a), (theirs, b)):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)
+
+
+def test_adam_corrected_sees_the_signal_under_the_noise():
+    """Two entries with gradients 1 and 0.1 under noise of variance 4: the second moments come out as 1 and 0.01."""
+    weight = nn.Parameter(torch.zeros(2, 2000))
+    optimizer = AdamCorrected([weight], lr=1e-4, betas=(0.9, 0.99))
+    signal = torch.tensor([1.0, 0.1])[:, None].expand(2, 2000)
+    optimizer.noise = lambda _: 4.0
+    for _ in range(600):
+        weight.grad = signal + 2.0 * torch.randn(2, 2000)
         optimizer.step()
-    own = torch.optim.SGD(private.parameters(), lr=0.5, momentum=0.9)
-    with privatize(private, data, optimizer=own, method=rgp.DPSGD(), clip=None, steps=5, microbatch_size=5) as run:
-        for batch in run:
-            run.step(loss_of(private, batch))
-    for a, b in zip(plain.parameters(), private.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    second = optimizer.state[weight]["exp_avg_sq"].mean(1)
+    assert second[0] == pytest.approx(1.0, abs=0.1) and second[1] == pytest.approx(0.01, abs=0.1)
+    uncorrected = torch.optim.Adam([weight], lr=1e-4, betas=(0.9, 0.99))
+    for _ in range(600):
+        weight.grad = signal + 2.0 * torch.randn(2, 2000)
+        uncorrected.step()
+    assert uncorrected.state[weight]["exp_avg_sq"].mean(1)[1] > 3
 
 
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_does_what_it_does_in_plain_training(name):
-    plain, private = toy(), toy()
-    data = examples()
-    batch = torch.stack([x for x, _ in data]), torch.tensor([y for _, y in data])
-    ours, theirs = OPTIMIZERS[name](private.parameters()), OPTIMIZERS[name](plain.parameters())
-    for _ in range(4):
-        theirs.zero_grad()
-        loss_of(plain, batch).backward()
-        theirs.step()
-    with privatize(private, data, optimizer=ours, method=rgp.DPSGD(), clip=None, steps=4, microbatch_size=4) as run:
-        for part in run:
-            run.step(loss_of(private, part))
-    for a, b in zip(plain.parameters(), private.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
-
-
-def test_parameter_groups_keep_their_own_rates():
-    model = toy()
-    before = parameters_of(model)
-    groups = [
-        {"params": model[0].parameters(), "lr": 0.0},
-        {"params": [*model[2].parameters(), *model[4].parameters()]},
-    ]
-    with privatize(model, examples(), optimizer=torch.optim.SGD(groups, lr=1.0)) as run:
-        for batch in run:
-            run.step(loss_of(model, batch))
-    moved = {name for name, value in parameters_of(model).items() if not torch.equal(value, before[name])}
-    assert moved == {"2.weight", "2.bias", "4.weight", "4.bias"}
-
-
-# -------- optimizers and schedulers
-
-
-def test_an_optimizer_that_lacks_a_parameter():
-    model = toy()
-    with pytest.raises(ValueError, match=r"lacks 2 parameters that the plan trains, '4.weight'.*overrides"):
-        start(model, optimizer=torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=1))
-    with start(
-        model,
-        optimizer=torch.optim.SGD(model[:3].parameters(), lr=1),
-        method=rgp.RGP(rank=2, overrides={"4.*": "frozen"}),
-    )[1]:
-        pass
-
-
-def test_an_optimizer_with_a_tensor_of_someone_else():
-    model = toy()
-    other = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match="1 tensors that are not parameters of the model"):
-        start(model, optimizer=torch.optim.SGD([*model.parameters(), other], lr=1))
-
-
-def test_an_optimizer_that_gets_another_tensor_later():
-    _, run = start()
-    run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(ValueError, match="not parameters of the model"):
-        next(iter(run))
+@pytest.mark.parametrize("sides", ["both", "left", "right"])
+def test_adam_corrected_is_told_the_noise_of_a_run(sides):
+    """With no examples' gradient (all zero), what is left of the squares after correction is near zero on average."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 9))
+    for p in model.parameters():
+        p.data *= 0.1
+    optimizer = AdamCorrected(model.parameters(), lr=0.0, betas=(0.0, 0.999))
+    data = [(torch.zeros(40), 0)] * 50
+    method = rgp.RGP(rank=3, sides=sides, source="random", head_scale=0.5)
+    run = rgp.privatize(
+        model, optimizer, data, method=method, noise_multiplier=2.0, clip=3.0, batch_size=20, steps=40, seed=0
+    )
+    squares = {}
+    for x, y in run:
+        if not run.step(nn.functional.cross_entropy(model(x), y) * 0):
+            continue
+        for name, p in model.named_parameters():
+            squares[name] = squares.get(name, 0) + optimizer.state[p]["exp_avg"].square()
     run.close()
+    for name, p in model.named_parameters():
+        noise = (squares[name] / 40).mean()
+        left = optimizer.state[p]["exp_avg_sq"].mean() / (1 - 0.999**40)  # a plain mean over the steps, nearly
+        assert noise > 0 and abs(left) < 0.25 * noise, name
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda p: torch.optim.SGD(p, lr=1, weight_decay=0.5, momentum=0.9),
-        lambda p: torch.optim.AdamW(p, lr=1, weight_decay=0.5),
-    ],
-    ids=["SGD", "AdamW"],
-)
-def test_frozen_parameters_do_not_move(optimizer):
-    model = toy()
-    model[0].bias.requires_grad_(False)
-    before = parameters_of(model)
-    method = rgp.RGP(rank=2, overrides={"2.*": "frozen"})
-    with start(model, optimizer=optimizer(model.parameters()), method=method, batch_size=1, steps=8)[1] as run:
-        for batch in run:
-            run.step(loss_of(model, batch))
-            assert all(model.get_parameter(n).grad is None for n in ("0.bias", "2.weight", "2.bias"))
-    after = parameters_of(model)
-    assert {n for n in after if torch.equal(after[n], before[n])} == {"0.bias", "2.weight", "2.bias"}
-
-
-def test_lbfgs_is_refused():
-    model = toy()
-    with pytest.raises(ValueError, match="LBFGS"):
-        start(model, optimizer=torch.optim.LBFGS(model.parameters()))
-
-
-def test_the_users_own_scheduler():
-    model = toy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with start(model, optimizer=optimizer, batch_size=EXAMPLES)[1] as run:
-            rates = []
-            for batch in run:
-                if run.step(loss_of(model, batch)):
-                    rates.append(optimizer.param_groups[0]["lr"])
-                    scheduler.step()
-    assert rates == pytest.approx([1.0, 0.75, 0.25])
+@pytest.mark.parametrize(("option", "value"), [("lr", -1.0), ("floor", 0.0), ("floor", 2.0), ("betas", (0.9, 1.0))])
+def test_adam_corrected_refuses(option, value):
+    with pytest.raises(ValueError, match=option):
+        AdamCorrected([nn.Parameter(torch.zeros(2))], **{option: value})

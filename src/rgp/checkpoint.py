@@ -9,7 +9,7 @@
                                 deleted when the run is finished and saved or closed
       past-noise.checkpoint-120  what correlated noise has to take back; as secret, and deleted with it
 
-Formal guarantees (tests/test_checkpoint.py, tests/test_torture.py):
+Formal guarantees (tests/test_checkpoint.py, tests/repository/test_torture.py):
 - a crash at any moment leaves the old checkpoint or the new one
 - resuming from it on CPU gives the weights of the uninterrupted run to the bit, and charges no release twice
 - where it cannot (other micro-batches, threads, secure noise), steps on record are drawn afresh and charged again: no

@@ -1,4 +1,4 @@
-"""Faults of docs/faults.md, one function each; tests/test_faults.py runs them and compares with the table."""
+"""Faults of docs/faults.md, one function each; tests/repository/test_faults.py runs them and compares with the table."""
 
 from faults import checkpoints, data, ledgers, loops, models
 from faults.small import FAULTS

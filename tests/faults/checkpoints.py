@@ -27,7 +27,7 @@ from rgp.ledger import FILE
 
 @fault
 def killed(tmp_path):
-    """In process here; tests/test_torture.py does it with SIGKILL."""
+    """In process here; tests/repository/test_torture.py does it with SIGKILL."""
     run = saved(tmp_path)
     for batch in run:
         run.step(loss_of(run, batch))

@@ -329,7 +329,7 @@ SAMPLING = group(
             "                if not parts:\n                    self._end_step()\n",
             "                if not parts:\n                    step.index, step.begun = step.index + 1, False\n",
         ),
-        by=("test_odd_batches.py::test_empty_draws_are_steps_like_any_other", FUNCTION),
+        by=("test_loop_odd_batches.py::test_empty_draws_are_steps_like_any_other", FUNCTION),
     ),
     mutant(
         "divided by the drawn size",
@@ -339,7 +339,7 @@ SAMPLING = group(
             "divisor = self.mechanism.batch_size(self.index)\n",
             "divisor = max(1, self.gradients.examples)\n",
         ),
-        by=("test_odd_batches.py::test_the_divisor_is_the_public_batch_size_whatever_was_drawn", FUNCTION),
+        by=("test_loop_odd_batches.py::test_the_divisor_is_the_public_batch_size_whatever_was_drawn", FUNCTION),
         fast=True,
     ),
     mutant(
@@ -373,7 +373,7 @@ SAMPLING = group(
         "a batch left out after a failure",
         "the loop goes on when run.step failed: one example decides over the others",
         ("loop.py", "        if self._failed:\n", "        if False:\n"),
-        by=("test_left_loops.py::test_a_swallowed_failure_does_not_leave_a_batch_out",),
+        by=("test_loop_left.py::test_a_swallowed_failure_does_not_leave_a_batch_out",),
     ),
 )
 
@@ -423,19 +423,19 @@ PRIVATE = group(
         "statistics of the forward pass kept",
         "batch norm's running means, and whatever else a pass writes, are published",
         ("step.py", "        self.writes.check()\n", ""),
-        by=("test_faults.py::test_fault[own_statistics]",),
+        by=("repository/test_faults.py::test_fault[own_statistics]",),
     ),
     mutant(
         "a gradient past the capture",
         "a parameter used outside the capture is trained with its plain gradient",
         ("checks/guards.py", "if parameter.grad is not None:", "if False:"),
-        by=("test_guards.py::test_a_parameter_that_goes_around_the_capture_is_refused",),
+        by=("checks/test_guards.py::test_a_parameter_that_goes_around_the_capture_is_refused",),
     ),
     mutant(
         "examples that see each other",
         "the loop is not rehearsed: a model that mixes examples is not refused",
         ("checks/rehearsal.py", "return self._first is None or step", "return False and step"),
-        by=("test_mixing_modules.py::test_a_model_that_mixes_examples_is_refused",),
+        by=("checks/test_mixing_modules.py::test_a_model_that_mixes_examples_is_refused",),
     ),
     mutant(
         "a rehearsal that is not compared",
@@ -732,7 +732,7 @@ METHOD = group(
         "the core three times",
         "the last term of the rebuilt gradient is added in place of subtracted",
         ("reconstruct.py", "    At = At - (At @ Lt.T) @ Lt\n", "    At = At + (At @ Lt.T) @ Lt\n"),
-        by=("test_exactness_layers.py::test_mlp",),
+        by=("rules/test_exactness_layers.py::test_mlp",),
     ),
 )
 
@@ -990,7 +990,7 @@ UNITS = group(
             "[_is_held_out(key, share, seed) for key in keys]",
             "[_is_held_out(str(i).encode(), share, seed) for i, _ in enumerate(keys)]",
         ),
-        by=("test_data.py::test_one_row_less_in_a_file_is_one_row_less_on_one_side",),
+        by=("data/test_data.py::test_one_row_less_in_a_file_is_one_row_less_on_one_side",),
     ),
     mutant(
         "a person on both sides",
@@ -1000,7 +1000,7 @@ UNITS = group(
             "if ids is None else zip(map(str, ids), strict=True)",
             "if True else zip(map(str, ids), strict=True)",
         ),
-        by=("test_units_train.py::test_a_person_is_on_one_side_of_the_split",),
+        by=("train/test_units_train.py::test_a_person_is_on_one_side_of_the_split",),
     ),
 )
 
@@ -1010,7 +1010,7 @@ TUNING = group(
         "number of trials fixed after all",
         "the number of trials is the law's mean, not drawn",
         ("tuning/trials.py", 'self.count = law.draw(streams.generator("sampling", 0))', "self.count = round(law.mean)"),
-        by=("test_tuning_api.py::test_the_number_of_trials_follows_the_law",),
+        by=("tuning/test_tuning_api.py::test_the_number_of_trials_follows_the_law",),
     ),
     mutant(
         "score without noise",
@@ -1020,13 +1020,13 @@ TUNING = group(
             "float(count) + score.noise * float(rng.standard_normal())",
             "float(count) + 0 * score.noise * float(rng.standard_normal())",
         ),
-        by=("test_tuning_api.py::test_a_private_score_has_the_noise_that_it_is_charged_for",),
+        by=("tuning/test_tuning_api.py::test_a_private_score_has_the_noise_that_it_is_charged_for",),
     ),
     mutant(
         "score not charged",
         "a private score is free",
         ("tuning/scores.py", "return () if self.noise is None else (Event(1.0, self.noise),)", "return ()"),
-        by=("test_tuning_api.py::test_epsilon_is_the_searchs_by_an_independent_computation",),
+        by=("tuning/test_tuning_api.py::test_epsilon_is_the_searchs_by_an_independent_computation",),
     ),
     mutant(
         "second best released",
@@ -1036,7 +1036,7 @@ TUNING = group(
             "return max(sorted(scores), key=scores.__getitem__, default=None)",
             "return sorted(scores, key=scores.__getitem__)[-2:][0] if scores else None",
         ),
-        by=("test_tuning_api.py::test_the_best_is_the_highest_and_the_first_of_equals",),
+        by=("tuning/test_tuning_api.py::test_the_best_is_the_highest_and_the_first_of_equals",),
     ),
     mutant(
         "trial's epsilon on the card",
@@ -1046,7 +1046,9 @@ TUNING = group(
             '        "epsilon": plan.epsilon,\n        "delta"',
             '        "epsilon": plan.trial_epsilon,\n        "delta"',
         ),
-        by=("test_tuning_command.py::test_the_card_and_the_page_promise_what_the_search_costs_and_not_the_trial",),
+        by=(
+            "tuning/test_tuning_command.py::test_the_card_and_the_page_promise_what_the_search_costs_and_not_the_trial",
+        ),
     ),
     mutant(
         "search charged as one trial",
@@ -1056,7 +1058,7 @@ TUNING = group(
             "dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(events), law.mean, law.shape)",
             "dp_event.ComposedDpEvent(events)",
         ),
-        by=("test_tuning_accounting.py::test_renyi_epsilon_is_that_of_the_paper",),
+        by=("tuning/test_tuning_accounting.py::test_renyi_epsilon_is_that_of_the_paper",),
     ),
 )
 

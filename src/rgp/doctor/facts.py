@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-EXTRAS = {  # as in pyproject.toml, which tests/test_doctor.py compares
+EXTRAS = {  # as in pyproject.toml, which tests/doctor/test_doctor.py compares
     "cli": ("typer", "rich", "pyyaml"),
     "secure": ("randomgen",),
     "checkpoint": ("safetensors",),

@@ -34,7 +34,7 @@ def epsilon(trials: Sequence[Trial], law: Law, *, delta: float, accountant: str 
     >>> round(epsilon([[training]], Law(10), delta=1e-5), 3) < round(epsilon([[training]], Law(20), delta=1e-5), 3)
     True
 
-    Formal guarantees (tests/test_tuning_accounting.py):
+    Formal guarantees (tests/tuning/test_tuning_accounting.py):
     - an upper bound, for the best of K trials with all that the training and the score of each released
     - nothing is promised for what is known of the other trials, their number included
     - a trial without noise makes it infinite

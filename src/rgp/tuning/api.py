@@ -128,7 +128,7 @@ def tune(
     Returns the best trial, or None if the law drew no trial (poisson alone can do so). There is no way to get another one, nor
     their number.
 
-    Formal guarantees (tests/test_tuning_api.py):
+    Formal guarantees (tests/tuning/test_tuning_api.py):
     - the returned `Best` is (epsilon, delta)-differentially private for one row, training rows and scored ones alike
     - a trial whose rgp run released anything but what was planned raises, and nothing is returned
     - trials that lost are not kept

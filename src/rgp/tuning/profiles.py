@@ -40,7 +40,7 @@ from rgp.tuning.law import Law
 
 Profile = Callable[[float], float]
 
-# Finer ones lower epsilon by less than 0.5% (tests/test_tuning_accounting.py).
+# Finer ones lower epsilon by less than 0.5% (tests/tuning/test_tuning_accounting.py).
 KNOTS = np.unique(np.concatenate([np.linspace(0, 1, 51), np.linspace(1, 4, 76), np.linspace(4, 40, 181)]))
 CELLS = np.concatenate([[0.0], np.logspace(-10, 0, 2001)])
 LARGEST = 100.0  # epsilon

@@ -11,7 +11,7 @@ import pytest
 from rgp.reproduce.items import fingerprint
 from rgp.train import config, setup
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 import driver  # noqa: E402
 import sst2  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import units_sst2
 
@@ -32,7 +32,7 @@ def test_phrases_are_put_with_their_sentence():
 
 def test_what_is_written_can_be_trained_on(tmp_path):
     from rgp.data import DataSpec, load
-    from test_data import Words
+    from tiny_language import Words
 
     folder = tmp_path / "data" / "sst2"
     folder.mkdir(parents=True)

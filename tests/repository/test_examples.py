@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").rglob("*.py"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.py"))
 NEEDS = {
     "causal_lm": "transformers",
     "huggingface": "transformers",

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "rgp"
+SOURCE = Path(__file__).parents[2] / "src" / "rgp"
 
 
 def test_no_private_name_of_a_run_is_used_outside_of_it():
@@ -102,3 +102,17 @@ def package(module: str) -> str:
     if parts[1:2] in (["cli"], ["__main__"]):
         return "command line"
     return ".".join(parts[:2]) if len(parts) > 1 and (SOURCE / parts[1]).is_dir() else "core"
+
+
+def test_tests_mirror_the_source():
+    """Tests of rgp/X.py are tests/test_X*.py, those of a package are in a folder of its name."""
+    tests = Path(__file__).parents[1]
+    of_no_package = {"repository", "golden", "hostile", "mutants", "torture", "faults", "data"}
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    folders = {path.name for path in tests.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    assert not folders - packages - of_no_package
+    assert not packages - folders - {"cards"}  # words on a card are tested where the cards are made
+    modules = {path.stem for path in SOURCE.glob("*.py")}
+    names = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
+    homeless = {name for name in names if not any(name == m or name.startswith(f"{m}_") for m in modules)}
+    assert not homeless

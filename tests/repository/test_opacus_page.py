@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rgp
 
-PAGE = (Path(__file__).parent.parent / "docs" / "opacus.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "opacus.md").read_text()
 CNN, LSTM, LORA = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RUN = [  # pages whose Python is run; a block after `<!-- not run: why -->` is not
     DOCS / "index.md",

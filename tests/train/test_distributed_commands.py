@@ -89,7 +89,7 @@ def trainer_run(folder: Path) -> dict[str, Any]:
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(size), "ACCELERATE_USE_CPU": "true"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     from rgp.integrations.transformers import PrivateTrainer
-    from test_integrations import arguments, collate, make_bert, make_rows, privacy
+    from tiny_trainer import arguments, collate, make_bert, make_rows, privacy
 
     more = {"ddp_backend": "gloo"} if size > 1 else {}
     options = {

@@ -17,31 +17,12 @@ from torch.utils.data import DataLoader
 from rgp.data import DataError, DataSpec, data_folder, fetch, load, packages
 from rgp.data.catalogue import IMAGES, TEXTS, WEIGHTS
 from rgp.data.splits import content, hold_out
+from tiny_language import Words
 
 
 def images(n=20, shape=(6, 5, 3), seed=0):
     rng = np.random.default_rng(seed)
     return rng.integers(0, 256, (n, *shape), dtype=np.uint8), (np.arange(n) % 4).astype(np.uint8)
-
-
-class Words:
-    """A tokenizer of the form transformers has: one id per word, [1] ... [2] around, pairs with token types."""
-
-    pad_token_id, padding_side, name_or_path = 0, "right", "words"
-
-    def __call__(self, texts, pairs=None, *, truncation, max_length):
-        assert truncation
-        rows = [[1, *(self.id(w) for w in text.split()), 2] for text in texts]
-        kinds = [[0] * len(row) for row in rows]
-        if pairs is not None:
-            seconds = [[*(self.id(w) for w in text.split()), 2] for text in pairs]
-            kinds = [k + [1] * len(s) for k, s in zip(kinds, seconds, strict=True)]
-            rows = [a + b for a, b in zip(rows, seconds, strict=True)]
-        return {"input_ids": [r[:max_length] for r in rows], "token_type_ids": [k[:max_length] for k in kinds]}
-
-    @staticmethod
-    def id(word):
-        return 3 + int(hashlib.md5(word.encode()).hexdigest(), 16) % 1000
 
 
 def text_spec(path, **more):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
 
 def test_gpu_check_runs_on_cpu(tmp_path):

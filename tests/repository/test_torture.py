@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "torture" / "kill.py"
+SCRIPT = Path(__file__).parents[1] / "torture" / "kill.py"
 
 
 @pytest.mark.parametrize("bands", ["1", "3"])

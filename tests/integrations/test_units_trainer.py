@@ -10,10 +10,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("typer")
 
+from commands import ask, rgp
 from rgp import accounting
 from rgp.integrations.transformers import PrivacyArguments, find_members
-from test_cli_account import ask, rgp
-from test_integrations import N, make_rows, privacy, trainer
+from tiny_trainer import N, make_rows, privacy, trainer
 
 PEOPLE = 14
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "mutants"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "mutants"))
 import run as mutants
 from catalogue import MUTANTS, Mutant
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 DOCS = HERE.parent / "docs" / "mutants.md"
 
 

@@ -1,27 +1,15 @@
 """`rgp account` and `rgp calibrate`, as a user types them."""
 
 import importlib.util
-import json
 import sys
 
 import pytest
 
 pytest.importorskip("typer")
-from typer.testing import CliRunner
-
+from commands import ask, rgp
 from rgp import cli
 
 RUN = "--sampling-rate 0.04 --steps 2250 --delta 1e-5"
-
-
-def rgp(line):
-    return CliRunner().invoke(cli.app, line.split())
-
-
-def ask(line):
-    result = rgp(line + " --json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def test_account():

@@ -92,7 +92,7 @@ def test_a_folder_that_does_not_exist_cannot_be_written(tmp_path):
 def test_extras_are_those_of_the_project():
     import tomllib
 
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
 
     def names(extra):

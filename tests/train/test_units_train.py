@@ -16,8 +16,7 @@ from rgp.cards import card_text, short_unit
 from rgp.data import DataError, DataSpec, load
 from rgp.train import config, runner
 from rgp.train.progress import Silent
-from test_data import Words
-from tiny_language import sentence
+from tiny_language import Words, sentence
 
 PEOPLE, EACH = 30, 20
 
