@@ -20,8 +20,10 @@ MEASURES = ("accuracy", "accuracy_held_out")
 HEAD = ("method", "noise dimensions", "epsilon", "seeds", "validation", "held-out rows", "CPU s")
 FINAL = {
     "rgp-r16-ema": "RGP, rank 16, EMA",
+    "rgp-bands": "RGP, rank 16, EMA, correlated noise",
     "rgp-r16": "RGP, rank 16",
     "dpsgd-ema": "DP-SGD, EMA",
+    "dpsgd-bands": "DP-SGD, EMA, correlated noise",
     "dpsgd-lr2e-3": "DP-SGD",
     "dp-lora-ema": "DP-LoRA, rank 8, EMA",
     "dp-lora-head-first": "DP-LoRA, rank 8, head first",
@@ -48,6 +50,10 @@ NOT_PRIVATE = {
 }
 PAIRS = (  # with EMA against with EMA, without against without, and the two settings that tuning chose
     ("rgp-r16-ema", "dpsgd-ema"),
+    ("rgp-bands", "rgp-r16-ema"),
+    ("dpsgd-bands", "dpsgd-ema"),
+    ("rgp-bands", "dpsgd-bands"),
+    ("rgp-bands", "dpsgd-ema"),
     ("rgp-r16", "dpsgd-lr2e-3"),
     ("rgp-r16", "dpsgd-ema"),
     ("rgp-r16-ema", "rgp-r16"),
@@ -107,7 +113,7 @@ def filled(text: str, rows: Rows) -> str:
 
 def short(rows: Rows) -> str:
     """What comes first on the page: validation / held-out rows by method and epsilon."""
-    labels = {name: label for name, label in (FINAL | LONG).items() if name.endswith(("-ema", "-long"))}
+    labels = {name: label for name, label in (FINAL | LONG).items() if name.endswith(("-ema", "-long", "-bands"))}
 
     def cell(name: str) -> str:
         runs = runs_of(rows, name)
@@ -174,6 +180,43 @@ def few(rows: Rows) -> str:
     return table(("validation / held-out rows", "random head", "head from two texts", "difference"), lines)
 
 
+def bands(rows: Rows) -> str:
+    """Independent and correlated noise at three rates each, on the rows of tuning."""
+    found = {name: seeds[0] for name, seeds in by_setting(rows, "bands").items()}
+
+    def cell(name: str) -> str:
+        return "" if name not in found else f"{found[name]:.1f}"
+
+    lines = [
+        (
+            label,
+            str(epsilon),
+            noise,
+            *(cell(f"{name}-e{epsilon}-bands-{key}-x{rate}") for rate in ("0.5", "1", "2", "4")),
+        )
+        for epsilon in (8, 1)
+        for name, label in (("rgp", "RGP, rank 16, EMA"), ("dpsgd", "DP-SGD, EMA"))
+        for key, noise in (("1", "independent"), ("auto", "correlated"))
+    ]
+    kept = (("1-keep", "RGP, carriers that stay", "independent"), ("auto-thin", "RGP, thin state", "correlated"))
+    lines += [
+        (label, "8", noise, *(cell(f"rgp-e8-bands-{key}-x{rate}") for rate in ("0.5", "1", "2", "4")))
+        for key, label, noise in kept
+    ]
+    return table(
+        (
+            "accuracy in %, tuning rows",
+            "epsilon",
+            "noise",
+            "half the rates",
+            "rates as they are",
+            "twice",
+            "four times",
+        ),
+        lines,
+    )
+
+
 def effort(rows: Rows) -> str:
     """The trials that the methods share, side by side, and how many there were."""
     found = {name: seeds[0] for name, seeds in by_setting(rows, "tuning").items()}
@@ -229,6 +272,7 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "other": other,
     "differences": differences,
     "few": few,
+    "bands": bands,
     "effort": effort,
     "tuning": tuning,
 }
