@@ -371,7 +371,7 @@ def test_the_kept_distribution_gives_what_a_bare_accountant_gives():
     import dp_accounting
     from dp_accounting.pld import PLDAccountant
 
-    from rgp.composition import compose, make_accountant
+    from rgp.composition import compose, pld_ledger
 
     for events in (
         [Event(0.02, 1.0, 50)],
@@ -384,4 +384,4 @@ def test_the_kept_distribution_gives_what_a_bare_accountant_gives():
             if event.sampling_rate < 1:
                 release = dp_accounting.PoissonSampledDpEvent(event.sampling_rate, release)
             bare.compose(release, event.count)
-        assert compose(make_accountant("pld"), events).get_epsilon(1e-5) == bare.get_epsilon(1e-5)
+        assert compose(pld_ledger(), events).get_epsilon(1e-5) == bare.get_epsilon(1e-5)

@@ -9,7 +9,7 @@ standard deviation `noise_multiplier` times its sensitivity.
     >>> calibrate(epsilon=8.0, delta=1e-5, sampling_rate=0.04, steps=2250)
     1.3459
 
-`pld` (privacy loss distributions) is tight and the default; `rdp` (Rényi) is what the paper used, and is larger.
+`accountant` is a name in accountants.py: "pld", tight and the default, or "rdp", larger, as in the paper.
 dp-accounting takes over a second to import, so functions import it when they need it.
 """
 
@@ -21,21 +21,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from functools import cache
 
-from rgp.composition import (
-    Event,
-    check_accountant,
-    coarse_epsilon,
-    coarsen,
-    compose,
-    composed_epsilon,
-    composed_pld,
-    fft_rounding,
-    grid_interval,
-    make_accountant,
-    merge,
-    read_epsilon,
-    rough_epsilon,
-)
+from rgp.accountants import PLD, composed_epsilon, find_accountant, quick_epsilon
+from rgp.composition import Event, coarsen, compose, merge, read_epsilon, rough_epsilon
 from rgp.validate import check_count, check_positive, check_probability
 
 RESOLUTION = 10_000  # calibration answers in steps of 1 / RESOLUTION, rounded up
@@ -47,7 +34,7 @@ class Budget:
 
     epsilon: the bound that no run exceeds
     delta: the probability with which epsilon may not hold; by default `default_delta` of the dataset's size
-    accountant: "pld" (tight) or "rdp" (the paper's)
+    accountant: "pld" (tight) or "rdp" (larger, as in the paper)
     """
 
     epsilon: float
@@ -59,7 +46,7 @@ class Budget:
         check_positive("epsilon", self.epsilon)
         if self.delta is not None:
             check_probability("delta", self.delta)
-        check_accountant(self.accountant)
+        find_accountant(self.accountant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +75,7 @@ def epsilon(events: Iterable[Event], *, delta: float, accountant: str = "pld") -
       removes even that)
     """
     check_probability("delta", delta)
-    check_accountant(accountant)
+    find_accountant(accountant)
     return composed_epsilon(merge(events), float(delta), accountant)
 
 
@@ -129,12 +116,11 @@ def calibrate_scale(
     """
     check_positive("epsilon", epsilon)
     check_probability("delta", delta)
-    check_accountant(accountant)
 
     # Each stage costs ten times the one before and starts from its answer; only the last one counts.
     stages: list[Callable[[tuple[Event, ...]], float]] = [lambda merged: rough_epsilon(merged, float(delta))]
-    if accountant == "pld":
-        stages.append(lambda merged: coarse_epsilon(merged, float(delta)))
+    if find_accountant(accountant).coarse_epsilon is not None:
+        stages.append(lambda merged: quick_epsilon(merged, float(delta), accountant))
     stages.append(lambda merged: composed_epsilon(merged, float(delta), accountant))
     most = 10**6 * RESOLUTION
     smallest = RESOLUTION
@@ -169,7 +155,7 @@ def affordable_steps(
     """
     check_positive("epsilon", epsilon)
     check_probability("delta", delta)
-    check_accountant(accountant)
+    find_accountant(accountant)
     check_count("at_most", at_most, least=0)
     before = list(spent)
 
@@ -202,19 +188,20 @@ def epsilon_curve(
     check_count("steps", steps, least=1)
     check_count("points", points, least=1)
     check_probability("delta", delta)
-    check_accountant(accountant)
+    chosen = find_accountant(accountant)
     plan = coarsen([replace(event(t), count=1) for t in range(steps)]) if callable(event) else []
 
     def between(start: int, stop: int) -> list[Event]:
         return plan[start:stop] if callable(event) else [replace(event, count=stop - start)]
 
     everything = merge(between(0, steps))
-    ledger = make_accountant(accountant, 10 * grid_interval(everything, rough_epsilon(everything, delta)))
+    chosen.check(everything)
+    ledger = chosen.start(everything, delta)
 
     curve, done = [], 0
     for stop in sorted({-(-steps * i // points) for i in range(1, points + 1)}):
         compose(ledger, merge(between(done, stop)))
-        curve.append((stop, read_epsilon(ledger, delta, merge(between(0, stop)) if accountant == "pld" else ())))
+        curve.append((stop, read_epsilon(ledger, delta, chosen.rounding(merge(between(0, stop))))))
         done = stop
 
     # What will have been spent later bounds what has been spent now: the coarse grid never shows more than the total.
@@ -225,8 +212,8 @@ def epsilon_curve(
     return curve
 
 
-def meaning(events: Iterable[Event], *, delta: float) -> Meaning:
-    """What the releases let an attacker do, from their privacy profile delta(epsilon) by PLD.
+def meaning(events: Iterable[Event], *, delta: float, accountant: str = "pld") -> Meaning:
+    """What the releases let an attacker do, from their privacy profile delta(epsilon), which the accountant must have.
 
     Each epsilon bounds the true-positive rate at a false-positive rate a by `delta(epsilon) + exp(epsilon) a`, and from
     the other corner by `1 - exp(-epsilon) (1 - delta(epsilon) - a)`. The best epsilon gives the trade-off curve, any
@@ -244,16 +231,13 @@ def meaning(events: Iterable[Event], *, delta: float) -> Meaning:
         return Meaning(delta=delta, mu=0.0, tpr_at_0_1_percent=0.001, tpr_at_1_percent=0.01)
     if any(event.noise_multiplier == 0 for event in merged):
         return Meaning(delta=delta, mu=math.inf, tpr_at_0_1_percent=1.0, tpr_at_1_percent=1.0)
-    pld = composed_pld(merged, float(delta))
-    slack = fft_rounding(merged)
-
-    @cache
-    def profile(eps: float) -> float:
-        return min(1.0, max(0.0, float(pld.get_delta(eps))) + slack)
-
+    make_profile = find_accountant(accountant).profile
+    if make_profile is None:
+        raise ValueError(f'accountant={accountant!r} has no privacy profile; use "{PLD.name}"')
+    profile = cache(make_profile(merged, float(delta)))
     return Meaning(
         delta=delta,
-        mu=_gaussian_mu(profile, composed_epsilon(merged, float(delta), "pld")),
+        mu=_gaussian_mu(profile, composed_epsilon(merged, float(delta), accountant)),
         tpr_at_0_1_percent=_true_positive_rate(profile, 0.001),
         tpr_at_1_percent=_true_positive_rate(profile, 0.01),
     )

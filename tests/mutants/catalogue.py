@@ -718,7 +718,7 @@ ACCOUNTING = group(
         "epsilon of no noise is finite",
         "a release without noise costs nothing",
         (
-            "composition.py",
+            "accountants.py",
             "    if any(event.noise_multiplier == 0 for event in merged):\n        return math.inf\n",
             "    if any(event.noise_multiplier == 0 for event in merged):\n        return 0.0\n",
         ),
@@ -1054,9 +1054,9 @@ TUNING = group(
         "search charged as one trial",
         "choosing costs nothing",
         (
-            "tuning/accounting.py",
-            "dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(events), law.mean, law.shape)",
-            "dp_event.ComposedDpEvent(events)",
+            "composition.py",
+            "dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(runs), mean, shape)",
+            "dp_event.ComposedDpEvent(runs)",
         ),
         by=("tuning/test_tuning_accounting.py::test_renyi_epsilon_is_that_of_the_paper",),
     ),

@@ -16,6 +16,7 @@ import torch
 
 from rgp import accounting
 from rgp._version import __version__
+from rgp.accountants import find_accountant
 from rgp.files import bare_name
 from rgp.run import Run
 from rgp.units import Rows, Unit
@@ -103,8 +104,8 @@ def make_card(
         "code": {"rgp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    if private and mechanism.accountant == "pld":
-        meaning = accounting.meaning(run.ledger.events(), delta=mechanism.delta)
+    if private and find_accountant(mechanism.accountant).profile is not None:
+        meaning = accounting.meaning(run.ledger.events(), delta=mechanism.delta, accountant=mechanism.accountant)
         card["attack_bound"] = {"false_positive_rate": 0.01, "true_positive_rate": meaning.tpr_at_1_percent}
     return card
 
