@@ -67,7 +67,8 @@ except ConfigError as error:
     assert "needs budget.accountant = pld" in str(error), error
 assert PrivacyArguments(epsilon=3.0, accountant="{name}").accountant == "{name}"
 
-shown = CliRunner().invoke(cli.app, "account --noise-multiplier 1 --sampling-rate 0.1 --steps 20 --delta 1e-5 --json --accountant {name}".split())
+asked = "account --noise-multiplier 1 --sampling-rate 0.1 --steps 20 --delta 1e-5 --json --accountant {name}"
+shown = CliRunner().invoke(cli.app, asked.split())
 assert shown.exit_code == 0, shown.output
 assert ("mu" in json.loads(shown.output)) == ("{name}" == "twice")
 assert "twice: for a test" in CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["calibrate", "--help"]).output
@@ -120,7 +121,7 @@ def test_unknown_names_are_refused_with_those_that_are_known():
 def test_what_an_accountant_has_no_bound_for_is_refused():
     capped = Event(0.1, 1.0, 5, max_batch=20, dataset_size=100)
     for ask in (epsilon, lambda events, **kw: epsilon_curve(events[0], 5, **kw)):
-        with pytest.raises(ValueError, match="max_batch=20: Rényi.*Use accountant=pld, or no max_batch"):
+        with pytest.raises(ValueError, match=r"max_batch=20: Rényi.*Use accountant=pld, or no max_batch"):
             ask([capped], delta=1e-5, accountant="rdp")
     with pytest.raises(ValueError, match="'rdp' has no privacy profile"):
         meaning([Event(0.1, 1.0, 5)], delta=1e-5, accountant="rdp")

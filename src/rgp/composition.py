@@ -25,26 +25,8 @@ _TOLERANCE = 1e-3  # relative error of epsilon above which the grid is made fine
 _MOST_BINS = 250_000  # about one second of work; a wider range of losses gets a coarser grid
 _MANY_KINDS = 4  # a schedule with more kinds of events than this starts on a coarser grid
 _MOST_KINDS = 64  # a schedule with more kinds than this is rounded, to the pessimistic side, until it has no more
-_FEW_ORDERS = (
-    1.5,
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    10,
-    12,
-    16,
-    20,
-    24,
-    32,
-    48,
-    64,
-    128,
-    256,
-    1024,
-)  # enough to know the size of epsilon
+# enough to know the size of epsilon
+_FEW_ORDERS = (1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 1024)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Releases:
         if self.discarded + 1 < len(self.attempts(step)):
             return True  # this one is on record and paid for
         ask: dict[str, Any] = {"epsilon": budget.epsilon, "delta": mechanism.delta, "accountant": budget.accountant}
-        turns, group = -(-spare // mechanism.bands), mechanism.charge(step).get("group")
+        turns, group = mechanism.sampling.turns(spare), mechanism.charge(step).get("group")
         more = accounting.affordable_steps(mechanism.worst_event(), at_most=turns, spent=ledger.events(), **ask)
         own = ledger.events(group)  # of those who can be in this step
         more = more or accounting.affordable_steps(mechanism.event(step), at_most=1, spent=own, **ask)

@@ -34,7 +34,6 @@ from rgp.sharding import Filler
 from rgp.slots import Slot
 from rgp.torchstate import remove_mode
 from rgp.trained import TrainedModel
-from rgp.units import Rows
 from rgp.update import Update
 
 
@@ -90,7 +89,7 @@ class Step:
         self._views, self._reduction = views, loss_reduction
         method = trained.plan.method
         self.plain = not (
-            method.private or method.carries or trained.sharding.active or not isinstance(mechanism.unit, Rows)
+            method.private or method.carries or trained.sharding.active or mechanism.unit.rows is None
         )  # no per-example gradients needed
         self.gradients = Gradients(_groups(trained, mechanism), dtype=trained.dtype, device=trained.device)
         self.capture = Capture(trained.slot_of, sharded=trained.sharding.active, model=trained.model)

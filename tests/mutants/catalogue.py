@@ -867,16 +867,16 @@ CORRELATED = group(
     mutant(
         "T in place of ceil(T / b)",
         "noise is calibrated as if every example could be in every step",
-        ("mechanism.py", "(sampling.bands if isinstance(sampling, Cyclic) else 1)", "1"),
+        ("sampling.py", "return -(-steps // self.bands)", "return steps"),
         by=(RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group",),
     ),
     mutant(
         "the last turn left out",
         "noise is calibrated for T / b turns, rounded down",
         (
-            "mechanism.py",
-            "    turns = -(-len(sampling.batch_sizes) // (sampling",
-            "    turns = (len(sampling.batch_sizes) // (sampling",
+            "sampling.py",
+            "return -(-steps // self.bands)",
+            "return steps // self.bands",
         ),
         by=(RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group",),
     ),
