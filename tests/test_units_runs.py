@@ -47,7 +47,7 @@ def test_a_run_goes_on_with_the_units_it_had(tmp_path):
         again(tmp_path, units=range(SIZE))
     others = [*IDS[:-1], IDS[0]]
     assert IDS[-1] != IDS[0] and len(set(others)) == len(set(IDS))
-    with pytest.raises(ValueError, match="units says of some rows that they are another unit's"):
+    with pytest.raises(ValueError, match="units assigns some rows to other units"):
         again(tmp_path, units=others)
     renamed = [name.upper() for name in IDS]  # names do not matter: who shares rows with whom does
     assert again(tmp_path, units=renamed).step_index == 3

@@ -54,7 +54,7 @@ def epsilon(events: Iterable[Event], *, delta: float, accountant: str = "pld") -
     """The epsilon of all these releases together.
 
     Formal guarantees:
-    - the result is an upper bound, for rounding of the grid, of the tails and of the FFT alike
+    - the result is an upper bound, with rounding of the grid, the tails and the FFT included
     - order and grouping of the events do not matter: `count=2` is the same as two events
     - no events cost 0; one event without noise costs infinity
     - the result does not fall when an event is added, up to the accuracy of the grid (1e-3 relative; `epsilon_curve`

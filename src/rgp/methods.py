@@ -82,7 +82,7 @@ class RGP(Method):
     norm: what is clipped: "intrinsic" (the norm of the projected gradient) or "paper" (|dL|^2 + |dR|^2).
     state: "full" (the optimizer sees full-size gradients) or "thin": its state of carried weights lives in the coordinates
         that are released, and nothing of full size exists but the weights. SGD, Adam, AdamW and AdamCorrected. History is
-        the sum of updates then, as far as the carriers of the day can hold it. Goes with keep of tens of steps.
+        the sum of updates then, as far as the current carriers can represent it. Meant for keep of tens of steps.
     rounding: with state="thin", how updates go into weights of 16 bits: "nearest", "stochastic" (bfloat16; no memory) or
         "compensated" (keeps what was lost, in as many bytes as the weights). Others are not rounded.
     """

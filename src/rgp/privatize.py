@@ -234,7 +234,7 @@ def assemble(
     ranks: Ranks | None = None,
     slot: Callable[..., Slot] = make_slot,
 ) -> Run:
-    """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided any more."""
+    """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided here."""
     rules.load()
     ranks = Ranks() if ranks is None else ranks
     if loading.microbatch_size is None:

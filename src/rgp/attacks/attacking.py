@@ -43,7 +43,7 @@ def attack_run(out: Path, *, shadows: int = 0, seed: int = 0, keep: bool = False
     if data.members is not None:
         raise ValueError(
             f"{out} protects {data.members.unit.describe()}; these attacks guess about rows, and what is promised is about "
-            f"{data.members.unit.noun}s, so the two cannot be held against each other. `rgp audit` has canary persons."
+            f"{data.members.unit.noun}s, so the two cannot be compared. `rgp audit` has canary persons."
         )
     members = len(data.train)
     batch = config.training.microbatch_size or 32

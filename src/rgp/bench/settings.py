@@ -43,7 +43,7 @@ class Settings:
     keep: int = 1
     """Steps for which carriers stay."""
     state: str = "full"
-    """Of the optimizer, for carried weights: full or thin."""
+    """The optimizer's state for carried weights: full or thin."""
     optimizer: str | None = None
     """adamw or sgd (momentum 0.9); by default sgd for wide ResNets and adamw for the rest."""
     repeats: int = 5

@@ -1,7 +1,7 @@
 """The commands `rgp train` and `rgp eval`.
 
-Exit codes: 0 done, 1 failed, 2 wrong use or config, 3 disk full or not writable, 130 interrupted (143 by SIGTERM), 141 nobody
-reads the output any more.
+Exit codes: 0 done, 1 failed, 2 wrong use or config, 3 disk full or not writable, 130 interrupted (143 by SIGTERM), 141 the
+reader of the output has gone.
 Results go to stdout, everything else to stderr; with --json, stdout holds one JSON object.
 """
 
@@ -294,7 +294,7 @@ def _words(error: BaseException) -> str:
 
 
 def _stop(message: str, code: int, error: BaseException) -> None:
-    """Report and exit. What all ranks of one machine find, its first rank reports; what one rank alone knows, it reports."""
+    """Report and exit. What all ranks of a machine find is reported by its first rank; what only one rank knows, by that one."""
     shared = isinstance(error, (ValueError, FileNotFoundError, KeyboardInterrupt)) or code > 128
     if not getattr(error, "told", False) and not (shared and os.environ.get("LOCAL_RANK", "0") != "0"):
         rank = os.environ.get("RANK", "0")

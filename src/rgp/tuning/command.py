@@ -40,7 +40,7 @@ def tune(
     law: Annotated[
         str | None,
         typer.Option(
-            help="Of the number of trials: geometric (the default), logarithmic, poisson or negative-binomial:SHAPE."
+            help="Law of the number of trials: geometric (the default), logarithmic, poisson or negative-binomial:SHAPE."
         ),
     ] = None,
     score: Annotated[
@@ -65,7 +65,7 @@ def tune(
             help="Folder to make for what is released. Default: runs/tune- and the name of the preset or file."
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted search in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted search in --out.")] = False,
     keep_trials: Annotated[
         bool, typer.Option("--keep-trials", help="Do not remove the trials: they are secrets, and nothing covers them.")
     ] = False,
@@ -74,10 +74,10 @@ def tune(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else on stdout.")] = False,
 ) -> None:
-    """Find good settings at a price that is paid: the printed epsilon covers the search and its scores.
+    """Find good settings privately: the printed epsilon covers the search and its scores.
 
     A random number of private runs is trained, each with settings drawn from SPACE and noise of its own. The best one alone is
-    released, with its card; the others are removed, and nothing that is published tells of them.
+    released, with its card; the others are removed, and nothing that is published reveals anything about them.
 
     \b
     Examples:
@@ -102,7 +102,7 @@ def tune(
         }
         if resume:
             if out is None:
-                raise ValueError("--resume needs --out, the folder of the search to go on with")
+                raise ValueError("--resume needs --out, the folder of the search to resume")
             if named := [name for name, value in given.items() if value is not None]:
                 raise ValueError(f"--resume continues a search as it was begun; leave out {', '.join(named)}")
         elif space is None:
