@@ -98,7 +98,7 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
     if training.max_batch is not None and budget.accountant == "rdp":
         words = f"training.max_batch = {training.max_batch}: needs budget.accountant = pld"
         mistakes.add(words, "training.max_batch", "budget.accountant")
-    if training.bands != 1:
+    if training.bands not in (None, 1):
         _check_bands(config, mistakes)
     if config.run.device != "auto" and not _is_device(config.run.device):
         words = f"run.device = {config.run.device}: must be auto, cpu, cuda or cuda with a number, such as cuda:1"
