@@ -242,7 +242,7 @@ def test_keep_and_state_reach_the_method(contender, state):
 
 @pytest.mark.filterwarnings("ignore")
 def test_bands_are_measured_with_all_past_noise_in_place(contender):
-    made = contender("dpsgd", bands=5)
+    made = contender("dpsgd", dataclasses.replace(TOY, bands=5))
     made.step()
     chain = made.run.releases.chain
     assert (chain.bands, chain.length) == (5, 4)
