@@ -46,7 +46,7 @@ from rgp.thin import ThinState
 from rgp.trained import TrainedModel
 from rgp.units import Rows, Unit
 from rgp.update import Update
-from rgp.workload import check_carriers, workload_of
+from rgp.workload import bands_by_default, check_carriers, default_note, workload_of
 
 
 def privatize(
@@ -67,7 +67,7 @@ def privatize(
     ema: float | None = None,
     microbatch_size: int | None = None,
     max_batch: int | None = None,
-    bands: int | str = 1,
+    bands: int | str | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loss_reduction: str = "mean",
     scheduler: Any = None,
@@ -115,7 +115,8 @@ def privatize(
     max_batch: cap on a drawn batch, with the accounting that belongs to it.
     bands: over how many steps noise is correlated: each step takes back part of what earlier ones added, so that less of it
         stays in the weights. 1 is independent noise; "auto" finds the best number for a budget, and run.mechanism says
-        what it is worth. RGP needs carriers that stay for it, RGP(keep=K). docs/correlated-noise.md
+        what it is worth. RGP needs carriers that stay for it, RGP(keep=K). By default it is "auto" where that can be used
+        with learning rates as they are, and 1 elsewhere; a warning says so. docs/correlated-noise.md
     loss_reduction: how the loss of a micro-batch was reduced over its examples: "mean", "sum", or "none" for a vector
         of one loss per example, the right choice wherever the mean would mix examples (a mean over all tokens).
     scheduler: its step() is called once per logical step.
@@ -168,6 +169,9 @@ def privatize(
     check_trainable(model, plan, optimizer)
     if ranks.first and (note := plan.frozen_note()):
         warnings.warn(note)
+    by_default = bands is None
+    if bands is None:
+        bands = bands_by_default(method, optimizer, budget=budget, batch_size=batch_size, max_batch=max_batch)
     length = steps
     if bands != 1 and epochs is not None and isinstance(batch_size, int):
         length = planned_steps(epochs, size, batch_size)
@@ -184,8 +188,10 @@ def privatize(
         max_batch=max_batch,
         spent=[event for one in earlier for event in one.events],
         bands=bands,
-        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, length),
+        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, length, by_default=by_default),
     )
+    if by_default and mechanism.bands > 1 and ranks.first:
+        warnings.warn(default_note(mechanism, optimizer))
     check_carriers(method, mechanism.bands)
     mechanism.clip.groups([e.name for e in plan.trained])
     if (after is None or earlier) and min(mechanism.sigmas) > 0:
