@@ -262,7 +262,7 @@ def assemble(
         trained,
         mechanism,
         CarrierSearch(trained, optimizer, streams, steps=mechanism.steps, public_loss=public_loss, thin=thin),
-        Releases(mechanism, source, ledger, ranks),
+        Releases(mechanism, source, ledger, ranks, run_id=streams.run_id),
         Update(trained, optimizer, scheduler, streams, ema=mean, power=power, thin=thin),
         views=loading.views,
         loss_reduction=loading.loss_reduction,
