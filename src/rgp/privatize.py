@@ -15,6 +15,7 @@ from rgp import rules
 from rgp.accounting import Budget, planned_steps
 from rgp.carriers import CarrierSearch
 from rgp.checks.guards import check_optimizer
+from rgp.checks.repeats import check_repeats
 from rgp.clips import ClipRule
 from rgp.distributed import (
     Ranks,
@@ -239,6 +240,8 @@ def assemble(
 ) -> Run:
     """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided any more."""
     rules.load()
+    if plan.method.private and loading.members is None:
+        check_repeats(dataset)
     ranks = Ranks() if ranks is None else ranks
     if loading.microbatch_size is None:
         most = max(map(mechanism.batch_size, range(mechanism.steps)))
