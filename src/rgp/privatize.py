@@ -242,6 +242,8 @@ def assemble(
 ) -> Run:
     """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided any more."""
     rules.load()
+    if plan.method.private and loading.members is None:
+        check_repeats(dataset)
     ranks = Ranks() if ranks is None else ranks
     if loading.microbatch_size is None:
         most = max(map(mechanism.batch_size, range(mechanism.steps))) * mechanism.unit.rows_per_unit
@@ -263,7 +265,7 @@ def assemble(
         trained,
         mechanism,
         CarrierSearch(trained, optimizer, streams, steps=mechanism.steps, public_loss=public_loss, thin=thin),
-        Releases(mechanism, source, ledger, ranks),
+        Releases(mechanism, source, ledger, ranks, run_id=streams.run_id),
         Update(trained, optimizer, scheduler, streams, ema=mean, power=power, thin=thin),
         views=loading.views,
         loss_reduction=loading.loss_reduction,
