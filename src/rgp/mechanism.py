@@ -34,7 +34,7 @@ FloatSchedule = float | Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Worth:
-    """What correlated noise gains over independent noise of the same epsilon, while carriers stay.
+    """What correlated noise gains over independent noise of the same epsilon, or at least that much where carriers turn.
 
     in_weights, at_the_end: how many times smaller the noise in the weights is, over the run and after the last step
     of_a_step: how many times larger the noise of a single step is; an optimizer that divides by it, such as Adam, needs a
@@ -50,12 +50,15 @@ class Worth:
 class Workload:
     """What becomes of the noise: the optimizer's momentum and rates, as far as they are known; public.
 
-    most_bands: what memory, or carriers that turn, allow.
+    stay: steps for which carriers stay; None if they never turn.
+    most_bands, most_step_factor: limits of "auto": what memory allows, and how much larger the noise of a single step may be.
     """
 
     momentum: float = 0.0
     rates: Sequence[float] | None = None
+    stay: int | None = None
     most_bands: int = 1 << 40
+    most_step_factor: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +280,7 @@ def plan_mechanism(
     delta = budget.delta if budget is not None else delta
     delta = accounting.default_delta(size) if delta is None else delta
     accounting.check_delta(delta, size)
-    b, worth = _bands(bands, workload, steps, size, batch_sizes, max_batch, noise_multiplier, budget, delta)
+    b, worth = _bands(bands, workload, steps, size, batch_sizes, max_batch, noise_multiplier, budget, delta, spent)
     sampling = make_sampling(size, batch_sizes, bands=b, max_batch=max_batch)
     if budget is not None:
         if rule.first is None:
@@ -300,12 +303,18 @@ def plan_mechanism(
         budget=budget,
         accountant="pld" if budget is None else budget.accountant,
         method=method,
-        coefficients=tuple(best_coefficients(b, steps, momentum=workload.momentum).tolist()) if b > 1 else (1.0,),
+        coefficients=_coefficients(b, steps, workload),
         worth=worth,
     )
     for step in range(steps) if rule.adapts else ():
         mechanism.bound(step)  # an adaptive rule's noise on the count must fit in every step
     return mechanism
+
+
+def _coefficients(bands: int, steps: int, workload: Workload) -> tuple[float, ...]:
+    if bands == 1:
+        return (1.0,)
+    return tuple(best_coefficients(bands, steps, momentum=workload.momentum, stay=workload.stay).tolist())
 
 
 def _batch_sizes(batch_size: Any, steps: int, unit: Unit) -> tuple[int, ...]:
@@ -325,6 +334,7 @@ def _bands(
     noise_multiplier: Any,
     budget: Budget | None,
     delta: float,
+    spent: Sequence[Event],
 ) -> tuple[int, Worth | None]:
     """The number of bands, checked or chosen, and what it is worth."""
     if bands == 1 and not isinstance(bands, bool):
@@ -348,15 +358,18 @@ def _bands(
         raise ValueError(f"bands={bands!r} (correlated noise) cannot be used: {why}. Or leave bands out.")
     if budget is None:
         return check_count("bands", bands), None
-    if bands == "auto" and workload.most_bands == 1:
-        return 1, None
+    # Of what is left at least: the more there is, the more correlated noise is worth.
+    left = budget.epsilon - accounting.epsilon(spent, delta=delta, accountant=budget.accountant)
+    if left <= 0 or (bands == "auto" and 1 in (workload.most_bands, workload.stay)):
+        return (1 if bands == "auto" else check_count("bands", bands)), None
     asked: dict[str, Any] = {
         "steps": steps,
-        "epsilon": budget.epsilon,
+        "epsilon": left,
         "delta": delta,
         "accountant": budget.accountant,
         "momentum": workload.momentum,
         "rates": workload.rates,
+        "stay": workload.stay,
     }
     if bands == "auto":
         chosen = band_choice.choose(
@@ -365,6 +378,7 @@ def _bands(
             batch_size=batch_sizes[0],
             vector_bytes=1,
             most_bytes=workload.most_bands - 1,
+            most_step_factor=workload.most_step_factor,
         )
     else:
         chosen = band_choice.evaluate(check_count("bands", bands), sampling_rate=batch_sizes[0] / size, **asked)

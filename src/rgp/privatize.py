@@ -23,6 +23,7 @@ from rgp.agreement import (
 )
 from rgp.carriers import CarrierSearch
 from rgp.checks.arguments import check_arguments, check_model, check_trainable, unwrapped
+from rgp.checks.repeats import check_repeats
 from rgp.clips import ClipRule
 from rgp.distributed import Ranks, find_ranks
 from rgp.earlier import check_all_named, earlier_runs, remember
@@ -46,7 +47,7 @@ from rgp.thin import ThinState
 from rgp.trained import TrainedModel
 from rgp.units import Rows, Unit
 from rgp.update import Update
-from rgp.workload import check_carriers, workload_of
+from rgp.workload import bands_by_default, check_carriers, default_note, workload_of
 
 
 def privatize(
@@ -67,7 +68,7 @@ def privatize(
     ema: float | None = None,
     microbatch_size: int | None = None,
     max_batch: int | None = None,
-    bands: int | str = 1,
+    bands: int | str | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loss_reduction: str = "mean",
     scheduler: Any = None,
@@ -115,7 +116,8 @@ def privatize(
     max_batch: cap on a drawn batch, with the accounting that belongs to it.
     bands: over how many steps noise is correlated: each step takes back part of what earlier ones added, so that less of it
         stays in the weights. 1 is independent noise; "auto" finds the best number for a budget, and run.mechanism says
-        what it is worth. RGP needs carriers that stay for it, RGP(keep=K). docs/correlated-noise.md
+        what it is worth. RGP needs carriers that stay for it, RGP(keep=K). By default it is "auto" where that can be used
+        with learning rates as they are, and 1 elsewhere; a warning says so. docs/correlated-noise.md
     loss_reduction: how the loss of a micro-batch was reduced over its examples: "mean", "sum", or "none" for a vector
         of one loss per example, the right choice wherever the mean would mix examples (a mean over all tokens).
     scheduler: its step() is called once per logical step.
@@ -168,6 +170,9 @@ def privatize(
     check_trainable(model, plan, optimizer)
     if ranks.first and (note := plan.frozen_note()):
         warnings.warn(note)
+    by_default = bands is None
+    if bands is None:
+        bands = bands_by_default(method, optimizer, budget=budget, batch_size=batch_size, max_batch=max_batch)
     length = steps
     if bands != 1 and epochs is not None and isinstance(batch_size, int):
         length = planned_steps(epochs, size, batch_size)
@@ -184,8 +189,10 @@ def privatize(
         max_batch=max_batch,
         spent=[event for one in earlier for event in one.events],
         bands=bands,
-        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, length),
+        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, length, by_default=by_default),
     )
+    if by_default and mechanism.bands > 1 and ranks.first:
+        warnings.warn(default_note(mechanism, optimizer))
     check_carriers(method, mechanism.bands)
     mechanism.clip.groups([e.name for e in plan.trained])
     if (after is None or earlier) and min(mechanism.sigmas) > 0:
@@ -234,8 +241,10 @@ def assemble(
     ranks: Ranks | None = None,
     slot: Callable[..., Slot] = make_slot,
 ) -> Run:
-    """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided here."""
+    """Put the parts of a run together. `privatize` and `resume` both end here, where nothing is left to decide."""
     rules.load()
+    if plan.method.private and loading.members is None:
+        check_repeats(dataset)
     ranks = Ranks() if ranks is None else ranks
     if loading.microbatch_size is None:
         most = max(map(mechanism.batch_size, range(mechanism.steps))) * mechanism.unit.rows_per_unit
@@ -257,7 +266,7 @@ def assemble(
         trained,
         mechanism,
         CarrierSearch(trained, optimizer, streams, steps=mechanism.steps, public_loss=public_loss, thin=thin),
-        Releases(mechanism, source, ledger, ranks),
+        Releases(mechanism, source, ledger, ranks, run_id=streams.run_id),
         Update(trained, optimizer, scheduler, streams, ema=mean, power=power, thin=thin),
         views=loading.views,
         loss_reduction=loading.loss_reduction,

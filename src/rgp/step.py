@@ -112,6 +112,7 @@ class Step:
         """Carriers of this step, from released state only: no batch of this step has been drawn yet."""
         if self.begun:
             return
+        self.writes.check_between()
         self.trained.sharding.reshard()
         guards.check_unchanged(self.trained, self.update.optimizer)
         self.releases.begin(self.index)
@@ -222,6 +223,8 @@ class Step:
         noise_std = self.mechanism.noise_of_step(self.index, clipped.sensitivity)
         with torch._C.DisableTorchFunction():
             self.update.apply(noisy, self.gradients.where, step=self.index, divisor=divisor, noise_std=noise_std)
+        if not self.trained.sharding.active:
+            self.writes.settle()
         self.index += 1
         self.releases.end()
 

@@ -99,7 +99,7 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
     if training.max_batch is not None and not ACCOUNTANTS[budget.accountant].max_batch:
         words = f"training.max_batch = {training.max_batch}: needs budget.accountant = {with_max_batch()}"
         mistakes.add(words, "training.max_batch", "budget.accountant")
-    if training.bands != 1:
+    if training.bands not in (None, 1):
         _check_bands(config, mistakes)
     if config.run.device != "auto" and not _is_device(config.run.device):
         words = f"run.device = {config.run.device}: must be auto, cpu, cuda or cuda with a number, such as cuda:1"
