@@ -23,6 +23,7 @@ from rgp.agreement import (
 )
 from rgp.carriers import CarrierSearch
 from rgp.checks.arguments import check_arguments, check_model, check_trainable, unwrapped
+from rgp.checks.repeats import check_repeats
 from rgp.clips import ClipRule
 from rgp.distributed import Ranks, find_ranks
 from rgp.earlier import check_all_named, earlier_runs, remember
@@ -167,8 +168,8 @@ def privatize(
     share_weights(ranks, model)
     plan = make_plan(model, method)
     check_trainable(model, plan, optimizer)
-    if ranks.first and (note := plan.frozen_note()):
-        warnings.warn(note)
+    for note in plan.notes if ranks.first else ():
+        warnings.warn(note, stacklevel=2)
     by_default = bands is None
     if bands is None:
         bands = bands_by_default(method, optimizer, budget=budget, batch_size=batch_size, max_batch=max_batch)
