@@ -168,8 +168,8 @@ def privatize(
     share_weights(ranks, model)
     plan = make_plan(model, method)
     check_trainable(model, plan, optimizer)
-    if ranks.first and (note := plan.frozen_note()):
-        warnings.warn(note)
+    for note in plan.notes if ranks.first else ():
+        warnings.warn(note, stacklevel=2)
     by_default = bands is None
     if bands is None:
         bands = bands_by_default(method, optimizer, budget=budget, batch_size=batch_size, max_batch=max_batch)

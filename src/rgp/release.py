@@ -139,8 +139,11 @@ class Releases:
 
     # ------------------------------------------------------------------ what they cost
 
-    def epsilon(self, delta: float | None = None) -> float:
+    def epsilon(self, delta: float | None = None, *, quick: bool = False) -> float:
         delta = self.mechanism.delta if delta is None else delta
+        if quick:
+            ask: dict[str, Any] = {"delta": delta, "accountant": self.mechanism.accountant}
+            return accounting.quick_epsilon(self.ledger.events(), planned=self.mechanism.events(), **ask)
         return accounting.epsilon(self.ledger.events(), delta=delta, accountant=self.mechanism.accountant)
 
     def fits(self, step: int) -> bool:

@@ -596,6 +596,26 @@ PRIVATE = group(
 ACCOUNTING = group(
     "Ledger and accounting",
     mutant(
+        "a quick epsilon from the rung below",
+        "the upper bound that loops show at every step is that of fewer releases",
+        (
+            "accounting.py",
+            "        rung = math.ceil(1.02 * rung)\n    return rung",
+            "        last, rung = rung, math.ceil(1.02 * rung)\n    return rung if rung == count else last",
+        ),
+        by=("test_accounting.py::test_the_quick_epsilon_is_an_upper_bound_and_close",),
+    ),
+    mutant(
+        "a quick epsilon capped by the plan",
+        "releases that were charged twice after a crash do not show in the upper bound that loops print",
+        (
+            "accounting.py",
+            "    if plan and all(e.count <= plan.get(replace(e, count=1), 0) for e in merged):",
+            "    if plan:",
+        ),
+        by=("test_accounting.py::test_the_quick_epsilon_of_more_than_was_planned",),
+    ),
+    mutant(
         "two quantities, two events",
         "the count of an adaptive C is charged apart from the gradients of the same draw",
         (

@@ -30,11 +30,6 @@ def check_arguments(
         raise TypeError(f"method must be one of rgp's methods, such as rgp.RGP(rank=8); got {method!r}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {model!r}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedError(
-            "the model was scripted or traced by torch.jit, which hides its operations from the engine. Give privatize the "
-            "module as it was before."
-        )
     if type(optimizer).__module__.partition(".")[0] == "opacus":
         raise TypeError(
             f"optimizer is Opacus's {type(optimizer).__name__}, which clips and adds noise by itself. Give privatize the torch "
@@ -69,7 +64,13 @@ def check_trainable(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimiz
 def check_model(model: nn.Module, *, meta: bool = False) -> None:
     """Refuse models that mix the examples of a batch, or that are not ready. meta: weights need not be loaded."""
     refuse_wrappers(model)
+    refuse_opacus(model)
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{f'module {name!r}' if name else 'the model'} was scripted or traced by torch.jit, which hides its operations "
+                "from the engine. Give privatize the module as it was before."
+            )
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise UnsupportedError(
                 f"module {name!r} is {type(module).__name__} in training mode: it mixes the examples of a batch, so no clipping "
@@ -87,6 +88,22 @@ def check_model(model: nn.Module, *, meta: bool = False) -> None:
             )
     if not meta and any(p.is_meta for p in model.parameters()):
         raise ValueError("the model has parameters on the meta device; load its weights first")
+
+
+def refuse_opacus(model: nn.Module) -> None:
+    """Opacus's wrapper keeps per-example gradients of its own, and so do its hooks, which stay when it is taken off."""
+    if type(model).__module__.partition(".")[0] == "opacus":
+        raise TypeError(
+            f"model is Opacus's {type(model).__name__}. Call model.remove_hooks() and give privatize the module inside it, "
+            "model._module."
+        )
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._backward_hooks.values()]
+        if any((getattr(getattr(hook, "func", hook), "__module__", "") or "").startswith("opacus.") for hook in hooks):
+            raise ValueError(
+                f"module {name or '(the model)'!r} still has hooks of Opacus, which go on storing per-example gradients. Call "
+                "remove_hooks() on the GradSampleModule that make_private returned, or make the model anew."
+            )
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
