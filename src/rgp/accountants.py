@@ -126,11 +126,10 @@ def composed_epsilon(merged: Merged, delta: float, accountant: str) -> float:
         return math.inf
 
 
-def quick_epsilon(merged: Merged, delta: float, accountant: str) -> float:
-    """The accountant's coarse bound, or its real one if that is fast."""
+def coarse_bound(merged: Merged, delta: float, accountant: str) -> float:
+    """The accountant's coarse bound, or the real one where that is fast or trivial."""
     chosen = find_accountant(accountant)
-    return (
-        composed_epsilon(merged, delta, accountant)
-        if chosen.coarse_epsilon is None
-        else chosen.coarse_epsilon(merged, delta)
-    )
+    if chosen.coarse_epsilon is None or not merged or any(event.noise_multiplier == 0 for event in merged):
+        return composed_epsilon(merged, delta, accountant)
+    chosen.check(merged)
+    return chosen.coarse_epsilon(merged, delta)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 
-from rgp.accountants import composed_epsilon, find_accountant, quick_epsilon
+from rgp.accountants import coarse_bound, composed_epsilon, find_accountant
 from rgp.attack_bounds import Meaning as Meaning
 from rgp.attack_bounds import meaning as meaning
 from rgp.composition import Event, coarsen, compose, merge, read_epsilon, rough_epsilon
@@ -78,14 +78,10 @@ def quick_epsilon(
     - never more than `epsilon` of `planned`, while every kind of event in `events` is in it and as often
     """
     check_probability("delta", delta)
-    check_accountant(accountant)
     plan = {replace(e, count=1): e.count for e in merge(planned)}
     merged = merge(events)
     rungs = tuple(replace(e, count=_rung(e.count)) for e in merged)
-    if accountant != "pld" or not rungs or any(e.noise_multiplier == 0 for e in rungs):
-        found = composed_epsilon(rungs, float(delta), accountant)
-    else:
-        found = coarse_epsilon(rungs, float(delta))
+    found = coarse_bound(rungs, float(delta), accountant)
     if plan and all(e.count <= plan.get(replace(e, count=1), 0) for e in merged):
         found = min(found, composed_epsilon(merge(planned), float(delta), accountant))
     return found
@@ -140,7 +136,7 @@ def calibrate_scale(
     # Each stage costs ten times the one before and starts from its answer; only the last one counts.
     stages: list[Callable[[tuple[Event, ...]], float]] = [lambda merged: rough_epsilon(merged, float(delta))]
     if find_accountant(accountant).coarse_epsilon is not None:
-        stages.append(lambda merged: quick_epsilon(merged, float(delta), accountant))
+        stages.append(lambda merged: coarse_bound(merged, float(delta), accountant))
     stages.append(lambda merged: composed_epsilon(merged, float(delta), accountant))
     most = 10**6 * RESOLUTION
     smallest = RESOLUTION

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rgp.accountants import quick_epsilon
+from rgp.accountants import coarse_bound
 from rgp.bands import calibrate, coefficients, events, group_rate, noise_in_weights, noise_of_a_step
 from rgp.composition import Event, merge, rough_epsilon
 from rgp.validate import check_count, check_positive
@@ -102,7 +102,7 @@ def choose(
     least = min(noise for _, noise in rough.values())
 
     def cost(planned: Iterable[Event]) -> float:
-        return quick_epsilon(merge(planned), delta, accountant)
+        return coarse_bound(merge(planned), delta, accountant)
 
     sigmas, noise = {}, {}
     for b in (b for b, (_, value) in rough.items() if b == 1 or value <= _ROUGH * least):

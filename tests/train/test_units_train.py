@@ -16,7 +16,7 @@ from rgp.cards import card_text, short_unit
 from rgp.data import DataError, DataSpec, load
 from rgp.train import config, runner
 from rgp.train.progress import Silent
-from tiny_language import Words, sentence
+from tiny_language import Words, sentence, write_table
 
 PEOPLE, EACH = 30, 20
 
@@ -63,14 +63,7 @@ def test_columns_that_cannot_be_right(tmp_path):
 def test_tables_of_every_kind_have_units(tmp_path, ending):
     rows = [{"user": f"u{i % 12}", "text": f"film {i}", "label": str(i % 2)} for i in range(60)]
     path = tmp_path / f"a.{ending}"
-    if ending == "jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)))
-    elif ending == "parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        mark = "," if ending == "csv" else "\t"
-        path.write_text("\n".join([mark.join(rows[0]), *(mark.join(row.values()) for row in rows)]))
+    write_table(path, rows)
     data = load(DataSpec(name=str(path), tokenizer=Words(), units="user"))
     assert data.members.rows == len(data.train) == 5 * data.units
 

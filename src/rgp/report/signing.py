@@ -22,8 +22,8 @@ def signing_sheet(run: RecordedRun) -> Html:
             f"Whether any one {noun} was in the training data or not, the published model would be almost the same. ",
             _how_much(run, noun),
             f" This is proven, for every attack, known or not; it may fail altogether with a probability of "
-            f"{words.odds(delta)}. Experts write it as ε = {words.epsilon_text(spent)} at δ = {words.small(delta)}, and would call "
-            f"it {words.strength(spent)}.",
+            f"{words.odds(delta)}. Experts write it as ε = {words.epsilon_text(spent)} at δ = {words.small(delta)}, and would "
+            f"call it {words.strength(spent)}.",
         ),
         tag(
             "div",

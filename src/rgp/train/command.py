@@ -41,6 +41,14 @@ def complete_set(incomplete: str) -> list[str]:
     return [f"{key}=" for key in KEYS if key.startswith(incomplete)]
 
 
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.", autocompletion=complete_set
+    ),
+]
+
+
 def train(
     config: Annotated[Path | None, typer.Argument(help="A YAML file; see --print-config for what it may hold.")] = None,
     preset: Annotated[
@@ -49,12 +57,7 @@ def train(
             help="Start from settings that come with rgp; --presets lists them.", autocompletion=complete_preset
         ),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.", autocompletion=complete_set
-        ),
-    ] = None,
+    changes: Changes = None,
     out: Annotated[
         Path | None,
         typer.Option(

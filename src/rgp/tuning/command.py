@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rgp.train.command import complete_preset, complete_set, exit_codes
+from rgp.train.command import Changes, complete_preset, exit_codes
 
 
 def register(app: typer.Typer) -> None:
@@ -22,12 +22,7 @@ def tune(
     preset: Annotated[
         str | None, typer.Option(help="Start from settings that come with rgp.", autocompletion=complete_preset)
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.", autocompletion=complete_set
-        ),
-    ] = None,
+    changes: Changes = None,
     space: Annotated[
         Path | None, typer.Option(help="A YAML file that maps keys of the config to lists of values to try.")
     ] = None,
