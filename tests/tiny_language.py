@@ -135,7 +135,7 @@ class Words:
         return 3 + int(hashlib.md5(word.encode()).hexdigest(), 16) % 1000
 
 
-def write_table(path, rows):
+def write_as_table(path, rows):
     """Rows, dicts of texts, as .csv, .tsv, .jsonl or .parquet, by the path's ending."""
     if path.suffix == ".jsonl":
         path.write_text("\n".join(map(json.dumps, rows)))

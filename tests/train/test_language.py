@@ -19,8 +19,8 @@ from tiny_language import (
     settings,
     train,
     transformers,
+    write_as_table,
     write_rows,
-    write_table,
 )
 
 # ---------------------------------------------------------------------- rgp train on texts
@@ -223,7 +223,7 @@ def test_any_table_with_one_or_two_text_columns(bert_folder, tmp_path, ending, p
     rng = random.Random(0)
     rows = [{**{n: sentence(rng) for n in names}, "stars": ("low", "high")[i % 2]} for i in range(20)]
     path = tmp_path / f"rows.{ending}"
-    write_table(path, rows)
+    write_as_table(path, rows)
     text = names if pairs else names[0]
     data = load(DataSpec(name=str(path), text=text, label="stars", tokenizer=bert_folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(bert_folder)

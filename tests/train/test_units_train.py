@@ -16,7 +16,7 @@ from rgp.cards import card_text, short_unit
 from rgp.data import DataError, DataSpec, load
 from rgp.train import config, runner
 from rgp.train.progress import Silent
-from tiny_language import Words, sentence, write_table
+from tiny_language import Words, sentence, write_as_table
 
 PEOPLE, EACH = 30, 20
 
@@ -63,7 +63,7 @@ def test_columns_that_cannot_be_right(tmp_path):
 def test_tables_of_every_kind_have_units(tmp_path, ending):
     rows = [{"user": f"u{i % 12}", "text": f"film {i}", "label": str(i % 2)} for i in range(60)]
     path = tmp_path / f"a.{ending}"
-    write_table(path, rows)
+    write_as_table(path, rows)
     data = load(DataSpec(name=str(path), tokenizer=Words(), units="user"))
     assert data.members.rows == len(data.train) == 5 * data.units
 
