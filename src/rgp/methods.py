@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rgp.in_place import ROUNDINGS
 from rgp.validate import check_count, check_one_of, check_positive
+
+if TYPE_CHECKING:
+    from rgp.powersgd import PowerIteration
 
 Treatment = Literal["carried", "exact", "frozen"]
 Kind = Literal["matrix", "head", "bias", "head_bias", "norm", "embedding", "token", "other"]
@@ -55,6 +58,10 @@ class Method:
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
+
+    def power_iteration(self) -> PowerIteration | None:
+        """What replaces released gradients by low-rank approximations, where the method does that."""
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint; `naming.method_from_json` reads it."""
@@ -204,6 +211,11 @@ class DPPowerSGD(DPSGD):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("rank", self.rank, least=1)
+
+    def power_iteration(self) -> PowerIteration:
+        from rgp.powersgd import PowerIteration
+
+        return PowerIteration(self.rank, error_feedback=self.error_feedback)
 
 
 @dataclass(frozen=True, kw_only=True)
