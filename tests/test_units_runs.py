@@ -76,7 +76,7 @@ def test_nothing_about_the_rows_of_a_unit_is_in_published_files(tmp_path):
 
 
 def published(folder: Path) -> dict[str, str]:
-    """Of every file but the secret: its text without digests; of tensors their names and shapes."""
+    """The text of every file but the secret, without digests; for tensors, their names and shapes."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "secret.json":

@@ -152,7 +152,7 @@ def test_card_report_and_summary_say_what_a_unit_is_because_the_sampler_did_it(t
 
 
 def test_nothing_in_a_run_folder_tells_how_many_rows_somebody_has(trained):
-    """Of files that may be published: all numbers are the same with and without 37 more rows of one person."""
+    """In files that may be published, all numbers are the same with and without 37 more rows of one person."""
     (one, first), (two, second) = trained[0], trained[37]
     changing = {"wall_seconds", "step_seconds", "peak_memory_bytes", "ledger_head", "accuracy", "dataset", "seed"}
     assert {k: v for k, v in one.items() if k not in changing} == {k: v for k, v in two.items() if k not in changing}
