@@ -115,7 +115,7 @@ def test_privacy_arguments():
     pytest.importorskip("transformers")
     from rgp.integrations.arguments import PrivacyArguments
 
-    assert PrivacyArguments(epsilon=8.0).number_of_bands == 1
+    assert PrivacyArguments(epsilon=8.0).number_of_bands is None
     assert PrivacyArguments(epsilon=8.0, bands=4).number_of_bands == 4
     made = PrivacyArguments(epsilon=8.0, bands="auto", keep=20)
     assert (made.number_of_bands, made.make_method().keep) == ("auto", 20)
