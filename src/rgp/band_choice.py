@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rgp.accountants import quick_epsilon
 from rgp.bands import calibrate, coefficients, events, group_rate, noise_in_weights, noise_of_a_step
-from rgp.composition import Event, coarse_epsilon, composed_epsilon, merge, rough_epsilon
+from rgp.composition import Event, merge, rough_epsilon
 from rgp.validate import check_count, check_positive
 
 SAME = 1.01  # two numbers of bands whose noise differs by less than this ratio count as equal: the smaller one wins
@@ -101,8 +102,7 @@ def choose(
     least = min(noise for _, noise in rough.values())
 
     def cost(planned: Iterable[Event]) -> float:
-        merged = merge(planned)
-        return coarse_epsilon(merged, delta) if accountant == "pld" else composed_epsilon(merged, delta, accountant)
+        return quick_epsilon(merge(planned), delta, accountant)
 
     sigmas, noise = {}, {}
     for b in (b for b, (_, value) in rough.items() if b == 1 or value <= _ROUGH * least):

@@ -25,7 +25,7 @@ from rgp.accounting import Budget, Event
 from rgp.bands import coefficients as best_coefficients
 from rgp.bands import noise_of_steps
 from rgp.clips import Bound, ClipRule, as_rule, rule_from_json
-from rgp.sampling import Cyclic, Poisson
+from rgp.sampling import Sampling, make_sampling
 from rgp.units import Rows, Unit, unit_from_json
 from rgp.validate import check_count, per_step
 
@@ -75,7 +75,7 @@ class Mechanism:
     """
 
     unit: Unit
-    sampling: Poisson | Cyclic
+    sampling: Sampling
     clip: ClipRule
     sigmas: tuple[float, ...]
     steps: int
@@ -137,8 +137,7 @@ class Mechanism:
 
     def events(self) -> list[Event]:
         """What the accountant is told of the whole run, as it is planned."""
-        last = -(-self.steps // self.bands)  # turns that the first group has, and no other has more
-        counts = Counter((self.rate(t), self.sigma(t)) for t in range(last))
+        counts = Counter((self.rate(t), self.sigma(t)) for t in range(self.sampling.turns(self.steps)))
         return [self.sampling.event(rate, sigma, n) for (rate, sigma), n in counts.items()]
 
     def worst_event(self) -> Event:
@@ -161,7 +160,7 @@ class Mechanism:
         correlated: dict[str, Any] = {"bands": self.bands, "coefficients": list(self.coefficients)}
         return {
             "dataset_size": self.dataset_size,
-            **self._unit_json(),
+            **self.unit.to_json(),
             "steps": self.steps,
             "delta": self.delta,
             "accountant": self.accountant,
@@ -181,7 +180,7 @@ class Mechanism:
         planned = [self.clip.planned(t) for t in range(self.steps)]
         return {
             "dataset_size": self.dataset_size,
-            **self._unit_json(),
+            **self.unit.to_json(),
             "steps": self.steps,
             "batch_sizes": _runs(self.sampling.batch_sizes),
             "max_batch": self.sampling.max_batch,
@@ -196,11 +195,6 @@ class Mechanism:
             **({"worth": asdict(self.worth)} if self.worth is not None else {}),
         }
 
-    def _unit_json(self) -> dict[str, Any]:
-        return (
-            {} if isinstance(self.unit, Rows) else {"unit": self.unit.to_json()}
-        )  # rows are what files mean without it
-
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Mechanism:
         size = saved["dataset_size"]
@@ -209,7 +203,9 @@ class Mechanism:
         worth = saved.get("worth")
         return cls(
             unit=unit_from_json(saved.get("unit"), size),
-            sampling=_sampling(size, _values(saved["batch_sizes"]), len(coefficients), saved["max_batch"]),
+            sampling=make_sampling(
+                size, _values(saved["batch_sizes"]), bands=len(coefficients), max_batch=saved["max_batch"]
+            ),
             coefficients=coefficients,
             worth=worth and Worth(**worth),
             clip=rule_from_json(saved["clip_rule"], clips),
@@ -283,7 +279,7 @@ def plan_mechanism(
     delta = accounting.default_delta(size) if delta is None else delta
     accounting.check_delta(delta, size)
     b, worth = _bands(bands, workload, steps, size, batch_sizes, max_batch, noise_multiplier, budget, delta, spent)
-    sampling = _sampling(size, batch_sizes, b, max_batch)
+    sampling = make_sampling(size, batch_sizes, bands=b, max_batch=max_batch)
     if budget is not None:
         if rule.first is None:
             raise ValueError("clip=None bounds nothing, so no noise can protect anyone; give clip= a number")
@@ -320,17 +316,10 @@ def _coefficients(bands: int, steps: int, workload: Workload) -> tuple[float, ..
 
 
 def _batch_sizes(batch_size: Any, steps: int, unit: Unit) -> tuple[int, ...]:
-    size = unit.size
-    allowed = f"an integer from 1 to the dataset's size {size}"
-    if not isinstance(unit, Rows):
-        allowed = f"an integer from 1 to the number of units {size} (it counts each {unit.short} once)"
-    return per_step("batch_size", batch_size, steps, lambda b: isinstance(b, Integral) and 0 < int(b) <= size, allowed)
+    def fits(value: Any) -> bool:
+        return isinstance(value, Integral) and 0 < int(value) <= unit.size
 
-
-def _sampling(size: int, batch_sizes: tuple[int, ...], bands: int, max_batch: int | None) -> Poisson | Cyclic:
-    if bands == 1:
-        return Poisson(size=size, batch_sizes=batch_sizes, max_batch=max_batch)
-    return Cyclic(size=size, batch_sizes=batch_sizes, bands=bands)
+    return per_step("batch_size", batch_size, steps, fits, unit.allowed_batch_sizes())
 
 
 def _bands(
@@ -398,15 +387,14 @@ def _bands(
     )
 
 
-def _calibrated(budget: Budget, delta: float, sampling: Poisson | Cyclic, spent: Sequence[Event]) -> float:
+def _calibrated(budget: Budget, delta: float, sampling: Sampling, spent: Sequence[Event]) -> float:
     before = accounting.epsilon(spent, delta=delta, accountant=budget.accountant)
     if before >= budget.epsilon:
         raise ValueError(
             f"the earlier runs that `after` names have spent epsilon {before:.4g} at delta={delta:g}: nothing of the budget of "
             f"{budget.epsilon:g}, which covers them too, is left"
         )
-    turns = -(-len(sampling.batch_sizes) // (sampling.bands if isinstance(sampling, Cyclic) else 1))
-    counts = Counter(map(sampling.rate, range(turns)))
+    counts = Counter(map(sampling.rate, range(sampling.turns(len(sampling.batch_sizes)))))
 
     def events(sigma: float) -> list[Event]:
         return [*spent, *(sampling.event(rate, sigma, n) for rate, n in counts.items())]

@@ -97,6 +97,11 @@ class Plan:
     def noise_dimensions(self) -> int:
         return sum(e.noise_dimensions for e in self.entries)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What somebody should know who has not read the table: what stays as it is, and that the model is small."""
+        return tuple(note for note in (self.frozen_note() or self.share_note(), self.small_note()) if note)
+
     def frozen_note(self) -> str:
         """One sentence on what stays as it is, how much of the model that is, and how to change it; "" if nothing does.
 
@@ -108,24 +113,45 @@ class Plan:
         by_method = [e for e in frozen if e.why not in (AS_YOU_ASKED, NO_GRAD)]
         if not by_method:
             return ""
-        total, left = sum(e.size for e in self.entries), sum(e.size for e in by_method)
-        trained = sum(e.size for e in self.trained)
+        left = sum(e.size for e in by_method)
         names = ", ".join(repr(e.name) for e in by_method[:3]) + (", ..." if len(by_method) > 3 else "")
         return (
-            f"{type(self.method).__name__} leaves {left:,} of the model's {total:,} parameters frozen ({names}) and trains "
-            f"{trained:,}, {trained / total:.0%}; overrides={{{by_method[0].name!r}: 'exact'}} in the method trains one of "
-            "them as well."
+            f"{type(self.method).__name__} leaves {left:,} of the model's {self._size:,} parameters frozen ({names}) and trains "
+            f"{self._share}; overrides={{{by_method[0].name!r}: 'exact'}} in the method trains one of them as well."
         )
+
+    def share_note(self) -> str:
+        """One sentence on the share that is trained where it is below a half; "" elsewhere, and for methods that say so."""
+        if self.method.treatments["matrix"] == "frozen" or 2 * self._trained >= self._size:
+            return ""
+        reasons = sorted({e.why for e in self.entries if e.treatment == "frozen"})
+        return (
+            f"{type(self.method).__name__} trains {self._share} of the model's {self._size:,} parameters; the others are frozen "
+            f"({', '.join(reasons)})."
+        )
+
+    @property
+    def _size(self) -> int:
+        return sum(e.size for e in self.entries)
+
+    @property
+    def _trained(self) -> int:
+        return sum(e.size for e in self.trained)
+
+    @property
+    def _share(self) -> str:
+        percent = 100 * self._trained / max(1, self._size)
+        return f"{self._trained:,}, {percent:.0f}%" if percent >= 1 else f"{self._trained:,}, {percent:.2g}%"
 
     def small_note(self) -> str:
         """One sentence where carriers are used on a model so small that DP-SGD should be tried first; "" elsewhere."""
         carried = [e for e in self.entries if e.treatment == "carried"]
-        trained = sum(e.size for e in self.trained)
-        if not (carried and self.method.private and trained < SMALL_MODEL):
+        if not (carried and self.method.private and self._trained < SMALL_MODEL):
             return ""
         return (
-            f"Try method=rgp.DPSGD() first: {trained:,} trained parameters are few. Below {SMALL_MODEL:,}, carriers save little "
-            "memory, and convolutional networks of that size came out two to five points better without them, at the same noise."
+            f"Try method=rgp.DPSGD() first: {self._trained:,} trained parameters are few. Below {SMALL_MODEL:,}, carriers save "
+            "little memory, and convolutional networks of that size came out two to five points better without them, at the "
+            "same noise."
         )
 
     def __str__(self) -> str:
@@ -149,9 +175,7 @@ class Plan:
                 for i, (cell, w) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
 
-        total = sum(e.size for e in self.entries)
-        trained = sum(e.size for e in self.trained)
-        foot = f"{trained:,} of {total:,} parameters trained; noise in {self.noise_dimensions:,} dimensions"
+        foot = f"{self._trained:,} of {self._size:,} parameters trained; noise in {self.noise_dimensions:,} dimensions"
         notes = [note] if (note := self.small_note()) else []
         return "\n".join([line(header), line(tuple("-" * w for w in widths)), *map(line, rows), foot, *notes])
 

@@ -596,6 +596,26 @@ PRIVATE = group(
 ACCOUNTING = group(
     "Ledger and accounting",
     mutant(
+        "a quick epsilon from the rung below",
+        "the upper bound that loops show at every step is that of fewer releases",
+        (
+            "accounting.py",
+            "        rung = math.ceil(1.02 * rung)\n    return rung",
+            "        last, rung = rung, math.ceil(1.02 * rung)\n    return rung if rung == count else last",
+        ),
+        by=("test_accounting.py::test_the_quick_epsilon_is_an_upper_bound_and_close",),
+    ),
+    mutant(
+        "a quick epsilon capped by the plan",
+        "releases that were charged twice after a crash do not show in the upper bound that loops print",
+        (
+            "accounting.py",
+            "    if plan and all(e.count <= plan.get(replace(e, count=1), 0) for e in merged):",
+            "    if plan:",
+        ),
+        by=("test_accounting.py::test_the_quick_epsilon_of_more_than_was_planned",),
+    ),
+    mutant(
         "two quantities, two events",
         "the count of an adaptive C is charged apart from the gradients of the same draw",
         (
@@ -718,7 +738,7 @@ ACCOUNTING = group(
         "epsilon of no noise is finite",
         "a release without noise costs nothing",
         (
-            "composition.py",
+            "accountants.py",
             "    if any(event.noise_multiplier == 0 for event in merged):\n        return math.inf\n",
             "    if any(event.noise_multiplier == 0 for event in merged):\n        return 0.0\n",
         ),
@@ -906,16 +926,16 @@ CORRELATED = group(
     mutant(
         "T in place of ceil(T / b)",
         "noise is calibrated as if every example could be in every step",
-        ("mechanism.py", "(sampling.bands if isinstance(sampling, Cyclic) else 1)", "1"),
+        ("sampling.py", "return -(-steps // self.bands)", "return steps"),
         by=(RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group",),
     ),
     mutant(
         "the last turn left out",
         "noise is calibrated for T / b turns, rounded down",
         (
-            "mechanism.py",
-            "    turns = -(-len(sampling.batch_sizes) // (sampling",
-            "    turns = (len(sampling.batch_sizes) // (sampling",
+            "sampling.py",
+            "return -(-steps // self.bands)",
+            "return steps // self.bands",
         ),
         by=(RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group",),
     ),
@@ -1093,9 +1113,9 @@ TUNING = group(
         "search charged as one trial",
         "choosing costs nothing",
         (
-            "tuning/accounting.py",
-            "dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(events), law.mean, law.shape)",
-            "dp_event.ComposedDpEvent(events)",
+            "composition.py",
+            "dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(runs), mean, shape)",
+            "dp_event.ComposedDpEvent(runs)",
         ),
         by=("tuning/test_tuning_accounting.py::test_renyi_epsilon_is_that_of_the_paper",),
     ),

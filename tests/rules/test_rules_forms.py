@@ -331,7 +331,7 @@ def test_a_penalty_on_the_weights_is_told_to_use_weight_decay():
         return losses(model, batch) + 0.01 * model.W.square().sum()
 
     batch = (torch.randn(4, 4, 8, dtype=torch.float64), spread(4))
-    with pytest.raises(rgp.UnsupportedError, match=r"'W'.*weight_decay"):
+    with pytest.raises(rgp.UnsupportedError, match=r"^use the optimizer's weight_decay .*'W'"):
         rgp.check(model, batch, penalised, method=rgp.DPSGD())
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rgp import naming
-from rgp.composition import ACCOUNTANTS
+from rgp.accountants import ACCOUNTANTS, accountant_help
 from rgp.methods import NORMS, SIDES, SOURCES, Method
 
 METHODS = {name: naming.METHODS[name] for name in ("rgp", "rgp-random", "dpsgd", "linear", "bitfit")}
@@ -35,7 +35,7 @@ class PrivacyArguments:
         default=None, metadata={"help": "The noise itself, in multiples of clip, in place of epsilon. 0: no privacy."}
     )
     accountant: str = field(
-        default="pld", metadata={"help": "With epsilon: pld (tight) or rdp.", "choices": list(ACCOUNTANTS)}
+        default="pld", metadata={"help": f"With epsilon: {accountant_help()}.", "choices": list(ACCOUNTANTS)}
     )
     clip: float = field(default=1.0, metadata={"help": "Largest gradient norm of one example."})
     auto_clip: bool = field(

@@ -17,10 +17,11 @@ import torch
 
 import rgp
 from rgp import checkpoint
+from rgp.agreement import first_then_others
 from rgp.bench.measure import MemoryMeter
 from rgp.cards import EpsilonSoFar
 from rgp.cards.content import unit_of
-from rgp.distributed import Ranks, first_then_others
+from rgp.distributed import Ranks
 from rgp.ledger import Ledger
 from rgp.run import Run
 from rgp.train import config, setup

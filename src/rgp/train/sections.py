@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rgp.composition import ACCOUNTANTS
+from rgp.accountants import ACCOUNTANTS, accountant_help
 from rgp.naming import METHODS, UNPROTECTED
 from rgp.train.allowed import (
     Allowed,
@@ -146,7 +146,7 @@ class BudgetConfig:
         "probability that epsilon fails (1/(10 N), at most 1e-5)",
     )
     noise_multiplier: float | None = key(None, number(0), "the noise itself, in place of epsilon; 0: no privacy")
-    accountant: str = key("pld", choice(*ACCOUNTANTS), "pld is tight; rdp is what older papers used")
+    accountant: str = key("pld", choice(*ACCOUNTANTS), accountant_help())
 
 
 @dataclass(frozen=True, kw_only=True)
