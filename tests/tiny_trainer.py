@@ -65,6 +65,7 @@ def privacy(**options):
             "rank": 2,
             "source": "weight",
             "noise_seed": 5,
+            "log_loss": True,
             **options,
         }
     )

@@ -35,8 +35,9 @@ from rgp.rules.fallback import loop, name_of, with_copies
 from rgp.rules.forms import make_form
 from rgp.rules.owners import Owned, Owners
 from rgp.slots import Slot
+from rgp.torchstate import saved_tensors_hooks
 
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_saved_tensors_hooks = saved_tensors_hooks()
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -140,3 +141,26 @@ def remove_mode(mode: TorchFunctionMode) -> None:
         above.append(top)
     for other in reversed(above):
         torch._C._push_on_torch_function_stack(other)
+
+
+def saved_tensors_hooks() -> Callable[[bool], Any]:
+    """torch's function that returns the saved-tensor hooks in force, or None where there are none: a checkpoint has some.
+
+    torch 2.6 has no such function. There, those that put hooks in force and take them away are made to count.
+    """
+    autograd: Any = torch._C._autograd
+    if hasattr(autograd, "_top_saved_tensors_default_hooks"):
+        return autograd._top_saved_tensors_default_hooks
+    push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+    here = threading.local()  # hooks belong to a thread
+
+    def counted_push(*hooks: Any) -> None:
+        push(*hooks)
+        here.depth = getattr(here, "depth", 0) + 1
+
+    def counted_pop() -> None:
+        pop()
+        here.depth = getattr(here, "depth", 1) - 1
+
+    autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks = counted_push, counted_pop
+    return lambda _: True if getattr(here, "depth", 0) else None

@@ -112,9 +112,10 @@ class PrivacyArguments:
         default=None, metadata={"help": "With units: examples of a person that a step uses at most. Default: 8."}
     )
     log_loss: bool = field(
-        default=True,
+        default=False,
         metadata={
-            "help": "Log the training loss. It comes from private data without noise: epsilon does not cover it."
+            "help": "Log the training loss too, also to W&B, MLflow or TensorBoard where report_to names them. It comes from "
+            "private data without noise: epsilon does not cover it."
         },
     )
 
