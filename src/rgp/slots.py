@@ -105,7 +105,9 @@ class CarriedSlot(Slot):
         self.intrinsic = intrinsic
         self.Lt = self.R = torch.empty(0)
         self.sides = "both"
-        self.taps_first: bool | None = None  # how dR_i of a kernel is stored in this logical batch; None: nothing is yet
+        self.taps_first: bool | None = (
+            None  # how dR_i of a kernel is stored in this logical batch; None: nothing is yet
+        )
 
     @property
     def width(self) -> int:
