@@ -39,7 +39,7 @@ def neighbours(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         data = written(base / str(strange), strange)
         changes = ["model.name=mlp", "model.width=8", "budget.noise_multiplier=1", "training.steps=4", "method.rank=2"]
         changes += [
-            "training.batch_size=20",
+            "training.batch_size=100",
             "training.microbatch_size=8",
             "run.eval_every=2",
             "run.threads=1",
