@@ -1088,7 +1088,7 @@ HOSTILE = (
     mutant(
         "writes where a step ends",
         "what the loop writes into the model after a step is not mentioned",
-        ("step.py", "        self.writes.check_between()\n", ""),
+        ("step.py", "            self.writes.settle()\n", "            pass\n"),
         by=("hostile/test_promise_nothing_beside.py::test_examples_in_the_model_where_a_logical_batch_ends",),
     ),
     mutant(
