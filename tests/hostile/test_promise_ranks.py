@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from test_silent_ways import data
 
-from rgp.distributed import Ranks, check_same, describe_dataset
+from rgp.agreement import check_same, describe_dataset
+from rgp.distributed import Ranks
 
 
 class Second(Ranks):

@@ -14,7 +14,7 @@ class EpsilonSoFar:
     def __init__(self, run: Run) -> None:
         mechanism = run.mechanism
         event: Any = mechanism.event(0) if len(mechanism.events()) == 1 else mechanism.event
-        turns = -(-mechanism.steps // mechanism.bands)  # those of the first group, which spends the most
+        turns = mechanism.sampling.turns(mechanism.steps)
         curve = accounting.epsilon_curve(
             event, turns, delta=mechanism.delta, accountant=mechanism.accountant, points=20
         )
