@@ -1121,6 +1121,43 @@ TUNING = group(
     ),
 )
 
+HOSTILE = (
+    mutant(
+        "deals not added up",
+        "groups that were dealt anew after a lost secret are charged as if they were the first ones",
+        ("ledger.py", 'charged.setdefault(r.get("deal"), {})', "charged.setdefault(None, {})"),
+        by=("hostile/test_promise_ledger.py::test_groups_that_are_dealt_anew_after_a_lost_secret",),
+    ),
+    mutant(
+        "a row that is there twice",
+        "copies of a row are drawn and clipped each on its own",
+        ("checks/repeats.py", "    if (most := int(counts.max())) > 1:\n", "    if (most := 0) > 1:\n"),
+        by=("hostile/test_promise_nothing_beside.py::test_a_row_that_is_there_twice",),
+    ),
+    mutant(
+        "a row that looks at another",
+        "dataset[i] may depend on what was loaded before it",
+        (
+            "checks/rehearsal.py",
+            "            if self._first is None:\n                self._check_order",
+            "            if False:\n                self._check_order",
+        ),
+        by=("hostile/test_promise_nothing_beside.py::test_a_row_that_depends_on_the_one_before_it",),
+    ),
+    mutant(
+        "writes where a step ends",
+        "what the loop writes into the model after a step is not mentioned",
+        ("step.py", "            self.writes.settle()\n", "            pass\n"),
+        by=("hostile/test_promise_nothing_beside.py::test_examples_in_the_model_where_a_logical_batch_ends",),
+    ),
+    mutant(
+        "parameters of a trial not compared",
+        "the loop may write examples into parameters after run.step",
+        ("checks/writes.py", "        self._compare_parameters()\n", ""),
+        by=("hostile/test_promise_nothing_beside.py::test_a_clamp_of_the_weights_is_let_through",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *NOISE,
     *CLIPPING,
@@ -1132,4 +1169,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *CORRELATED,
     *UNITS,
     *TUNING,
+    *HOSTILE,
 )

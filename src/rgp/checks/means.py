@@ -44,21 +44,28 @@ def is_uneven(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Whether this call of one of MEANS divides by a number that is not the same for all examples."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("reduction", "mean") != "mean" or _is_of_one_or_of_all(given["input"], m):
+    if given.get("reduction", "mean") != "mean":
         return False
-    if func in _NAN_MEANS:
-        if given["input"].numel() % m:
-            return True
-        counts = (~given["input"].isnan()).reshape(m, -1).sum(1)
-        return bool((counts != counts[0]).any())
+    # the second question is a walk through the graph, and seldom asked
+    return _divides_unevenly(func, m, given) and not _is_of_one_or_of_all(given["input"], m)
+
+
+def _divides_unevenly(func: Any, m: int, given: Mapping[str, Any]) -> bool:
     if func in _OF_ENTRIES:
         return bool(given["input"].numel() % m)
+    if func in _NAN_MEANS:
+        return bool(given["input"].numel() % m) or _differ(~given["input"].isnan(), m)
     target, weight = given["target"], given.get("weight")
     if target.is_floating_point():
         return bool(len(target) % m)
     if target.numel() % m or (weight is not None and bool((weight != weight[0]).any())):
         return True
-    counts = (target != given.get("ignore_index", -100)).reshape(m, -1).sum(1)
+    return _differ(target != given.get("ignore_index", -100), m)
+
+
+def _differ(counted: Tensor, m: int) -> bool:
+    """Whether more entries count of some examples than of others."""
+    counts = counted.reshape(m, -1).sum(1)
     return bool((counts != counts[0]).any())
 
 
