@@ -12,6 +12,7 @@ time limit. Models that cast to float32 on the way are kept in float64, or round
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import multiprocessing
@@ -148,10 +149,14 @@ def shrink(config: Any) -> None:
             config.num_feat_extract_layers = 2
 
 
-def build(name: str) -> torch.nn.Module:
+def _class_of(name: str) -> Any:
     import transformers
 
-    kind = getattr(transformers, name)
+    return getattr(transformers, name)
+
+
+def build(name: str) -> torch.nn.Module:
+    kind = _class_of(name)
     config = kind.config_class()
     shrink(config)
     for option, value in OVERRIDES.get(name, {}).items():
@@ -274,6 +279,8 @@ def _child(kind: str, name: str, lora: bool, pipe: Any) -> None:
 def with_limit(kind: str, name: str, seconds: float, lora: bool = False) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
+    with contextlib.suppress(Exception):  # imported here, what architectures share is imported once
+        _class_of(name)
     process = context.Process(target=_child, args=(kind, name, lora, there), daemon=True)
     process.start()
     try:

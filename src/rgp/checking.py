@@ -143,7 +143,8 @@ class _Draws(TorchFunctionMode):
 
     def __init__(self, m: int) -> None:
         super().__init__()
-        self._m, self._kept = m, []
+        self._m = m
+        self._kept: list[Tensor] = []
         self._example: int | None = None
         self._next = 0
 
