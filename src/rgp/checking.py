@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rgp import rules
 from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
+from rgp.checks.arguments import check_model
 from rgp.clipping import Gradients
 from rgp.methods import RGP, Method
 from rgp.plan import make_plan
-from rgp.privatize import check_model
 from rgp.slots import CarriedSlot, DeferredSlot, make_slot
 from rgp.streams import Streams
 from rgp.torchstate import as_tree

@@ -23,39 +23,44 @@ import json
 import os
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rgp import methods
 from rgp._version import __version__
-from rgp.distributed import Ranks, find_ranks, share_ledger, share_streams
+from rgp.agreement import share_ledger, share_streams
+from rgp.checks.arguments import check_model, check_trainable
+from rgp.distributed import Ranks, find_ranks
+from rgp.encoding import Tensors, decode, distinct, encode
 from rgp.files import NEW, PAST_NOISE, make_folder, remove, sync_folder, write_atomically, write_file, write_json
 from rgp.ledger import Ledger
 from rgp.loading import Loading
 from rgp.mechanism import Mechanism
-from rgp.members import Members, as_members
 from rgp.methods import Method
 from rgp.noise import noise_source
 from rgp.plan import Entry, Plan
-from rgp.privatize import assemble, check_model, check_trainable
+from rgp.privatize import assemble
 from rgp.run import Run
-from rgp.sampling import check_dataset
+from rgp.same_run import (
+    check_header,
+    check_same_run,
+    describe_model,
+    find_members,
+    find_method,
+    group_names,
+)
 from rgp.sharding import Sharding, gather, load_whole, shard_state
 from rgp.streams import Streams
 from rgp.torchstate import is_sharded
-from rgp.units import Rows, Unit
 
 FORMAT = 1
 LATEST, STATE, SECRET, INITIAL = "latest", "state.json", "secret.json", "initial.safetensors"
 DRAFT = ".draft"
 Folder = str | os.PathLike[str]
-Tensors = dict[str, Tensor]
 
 
 # ---------------------------------------------------------------------- save
@@ -123,7 +128,7 @@ def save(run: Run, folder: Folder) -> None:
 
 
 def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    weights, aliases = _distinct(gather(run.model.state_dict(), run.ranks))
+    weights, aliases = distinct(gather(run.model.state_dict(), run.ranks))
     optimizer: Tensors = {}
     encoded = encode(run.optimizer.state_dict(), optimizer, "optimizer")
     optimizer = gather(optimizer, run.ranks)
@@ -133,13 +138,13 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
         **run.state(),
         "ledger": {"count": run.ledger.count, "head": run.ledger.head},
         "settings": {**run.mechanism.to_json(), **run.loading.to_json()},
-        "method": _method_to_json(run.plan.method),
+        "method": run.plan.method.to_json(),
         "plan": [asdict(entry) for entry in run.plan],
-        "model": _describe_model(run.model),
+        "model": describe_model(run.model),
         "aliases": aliases,
         "optimizer": {
             "class": type(run.optimizer).__name__,
-            "groups": _group_names(run.optimizer, run.model),
+            "groups": group_names(run.optimizer, run.model),
             "state": encoded,
         },
         "scheduler": None if run.scheduler is None else _scheduler_to_json(run.scheduler),
@@ -233,10 +238,10 @@ def resume(
         )
     here = folder / name
     state = _read_state(here, ranks)
-    method = _method(state["method"], method)
+    method = find_method(state["method"], method)
     mechanism = Mechanism.from_json(state["settings"])
     kept = state["settings"]
-    members = _members(units, mechanism.unit, dataset)
+    members = find_members(units, mechanism.unit, dataset)
     loading = Loading(
         microbatch_size=kept["microbatch_size"] if microbatch_size is None else microbatch_size,
         views=kept["views"],
@@ -249,7 +254,7 @@ def resume(
         members=members,
     )
     plan = Plan(tuple(_entry(e) for e in state["plan"]), method)
-    _check_same(state, mechanism, model, optimizer, scheduler, dataset, batch_size)
+    check_same_run(state, mechanism, model, optimizer, scheduler, dataset, batch_size)
     check_model(model)
     check_trainable(model, plan, optimizer)
     if (getattr(method, "source", None) == "public") != (public_loss is not None):
@@ -260,7 +265,7 @@ def resume(
     ledger = share_ledger(ranks, lambda: Ledger.open(folder, append=True))
     try:
         ledger.check_contains(state["ledger"]["count"], state["ledger"]["head"])
-        _check_header(ledger, mechanism)
+        check_header(ledger, mechanism)
         if ledger.repaired:
             warnings.warn(ledger.repaired)
         if ranks.first:  # of a process that was killed while it wrote it
@@ -315,70 +320,6 @@ def resume(
     return run
 
 
-def _members(units: Any, unit: Unit, dataset: Any) -> Members | None:
-    """The rows of the saved run's units. Their number is checked here, whose they are with the secret."""
-    if isinstance(unit, Rows):
-        if units is not None:
-            raise ValueError("not the run that was saved: it has no units, every row is one; leave units out")
-        return None
-    if units is None:
-        raise ValueError(f"the run protects {unit.describe()}: give units, as before")
-    members = as_members(units, None if isinstance(units, Members) else unit.rows_per_unit)
-    assert members is not None
-    members.check(check_dataset(dataset))
-    if (members.unit.size, members.unit.rows_per_unit) != (unit.size, unit.rows_per_unit):
-        raise ValueError(
-            f"not the run that was saved: units are {members.unit.size}, of at most {members.unit.rows_per_unit} rows, and were "
-            f"{unit.size}, of at most {unit.rows_per_unit}"
-        )
-    return members
-
-
-def _check_same(
-    state: Mapping[str, Any],
-    mechanism: Mechanism,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    dataset: Any,
-    batch_size: int | Callable[[int], int] | None,
-) -> None:
-    """Refuse with everything that differs from the saved run."""
-    sizes = [batch_size(t) if callable(batch_size) else batch_size for t in range(mechanism.steps)]
-    pairs: list[tuple[str, Any, Any]] = [
-        *(
-            [("dataset size", check_dataset(dataset), mechanism.dataset_size)]
-            if isinstance(mechanism.unit, Rows)
-            else []
-        ),
-        *[(f"batch_size at step {t}", now, mechanism.batch_size(t)) for t, now in enumerate(sizes) if now is not None],
-        ("optimizer", type(optimizer).__name__, state["optimizer"]["class"]),
-        ("scheduler", scheduler and type(scheduler).__name__, state["scheduler"] and state["scheduler"]["class"]),
-    ]
-    there, here = state["model"], _describe_model(model)
-    for name in [*there, *(n for n in here if n not in there)]:
-        pairs.append((f"model's {name!r}", here.get(name, "missing"), there.get(name, "missing")))
-    different = [f"{what} is {now}, and was {before}" for what, now, before in pairs if now != before]
-    if not different and _group_names(optimizer, model) != state["optimizer"]["groups"]:
-        different = ["the optimizer's parameter groups hold other parameters, or in another order"]
-    if different:
-        more = f" (and {len(different) - 4} more)" if len(different) > 4 else ""
-        raise ValueError(f"not the run that was saved: {'; '.join(different[:4])}{more}")
-
-
-def _check_header(ledger: Ledger, mechanism: Mechanism) -> None:
-    """The checkpoint's settings are those the ledger's first line tells of."""
-    for key, value in mechanism.header().items():
-        if key != "version" and _without_version(ledger.header.get(key)) != _without_version(value):
-            raise ValueError(
-                f"not the run that was saved: the checkpoint has {key} {value}, and the ledger {ledger.header.get(key)}"
-            )
-
-
-def _without_version(value: Any) -> Any:
-    return {k: v for k, v in value.items() if k != "version"} if isinstance(value, dict) else value
-
-
 def _read_secret(path: Path, name: str, ranks: Ranks) -> tuple[Streams | None, dict[str, Any]]:
     private: dict[str, Any] = {"bad_examples": 0, "never_used": []}
     data = ranks.read(path)
@@ -399,111 +340,15 @@ def _replay_conditions(loading: Loading, ranks: Ranks) -> dict[str, Any]:
     return {"microbatch_size": loading.microbatch_size, "threads": torch.get_num_threads(), "processes": ranks.size}
 
 
-# ---------------------------------------------------------------------- what the run is, as JSON
-
-
-def _method_to_json(method: Method) -> dict[str, Any]:
-    found = {f.name: getattr(method, f.name) for f in fields(method)}
-    return {
-        "name": type(method).__name__,
-        "fields": {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items()},
-    }
-
-
-def _method(saved: Mapping[str, Any], given: Method | None) -> Method:
-    if given is None:
-        kind = getattr(methods, saved["name"], None)
-        if not (isinstance(kind, type) and issubclass(kind, Method)):
-            raise ValueError(f"the run's method {saved['name']} is not one of rgp's: give it as method=")
-        return kind(**saved["fields"])
-    now = _method_to_json(given)
-    if now["name"] != saved["name"]:
-        raise ValueError(f"not the run that was saved: method is {now['name']}, and was {saved['name']}")
-    defaults = _method_to_json(type(given)())["fields"]  # what an older version did not know had its default
-    both = [(k, v, saved["fields"].get(k, defaults[k])) for k, v in now["fields"].items()]
-    different = [f"method's {k} is {v!r}, and was {before!r}" for k, v, before in both if v != before]
-    if different:
-        raise ValueError(f"not the run that was saved: {'; '.join(different)}")
-    return given
-
-
 def _entry(saved: Mapping[str, Any]) -> Entry:
     found: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
     return Entry(**found)
-
-
-def _describe_model(model: nn.Module) -> dict[str, str]:
-    """Name -> shape, kind of number, and the name it is tied to."""
-    first: dict[int, str] = {}
-    found = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied = first.setdefault(id(parameter), name)
-        kind = str(parameter.dtype).removeprefix("torch.")
-        found[name] = f"{list(parameter.shape)} {kind}" + ("" if tied == name else f" tied to {tied}")
-    return found
-
-
-def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    names = {id(p): n for n, p in model.named_parameters()}
-    return [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _scheduler_to_json(scheduler: Any) -> dict[str, Any]:
     if not hasattr(scheduler, "state_dict"):
         raise ValueError(f"the scheduler, a {type(scheduler).__name__}, has no state_dict() and cannot be saved")
     return {"class": type(scheduler).__name__, "state": encode(scheduler.state_dict(), None, "scheduler")}
-
-
-# ---------------------------------------------------------------------- nested state without pickle
-
-
-def encode(value: Any, tensors: Tensors | None, path: str) -> Any:
-    """Nested dicts, lists, tuples and scalars as JSON; tensors go to `tensors`, under the path where they were met."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Tensor) and tensors is not None:
-        tensors[path] = value
-        return {"tensor": path}
-    if isinstance(value, Mapping):
-        kind = "counter" if isinstance(value, Counter) else "dict"
-        if all(isinstance(k, (str, int)) for k in value):
-            return {kind: [[k, encode(v, tensors, f"{path}.{k}")] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encode(v, tensors, f"{path}.{i}") for i, v in enumerate(value)]}
-    if hasattr(value, "item") and not isinstance(value, Tensor):  # a numpy number
-        return encode(value.item(), tensors, path)
-    raise ValueError(
-        f"{path} is a {type(value).__name__} and cannot be saved: checkpoints hold numbers, text and tensors, no pickle"
-    )
-
-
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind in ("dict", "counter"):
-        found = {k: decode(v, tensors) for k, v in content}
-        return Counter(found) if kind == "counter" else found
-    return (tuple if kind == "tuple" else list)(decode(v, tensors) for v in content)
-
-
-def _distinct(state: Mapping[str, Any]) -> tuple[Tensors, dict[str, str]]:
-    """Tied tensors once, and which name stands for which."""
-    seen: dict[tuple[Any, ...], str] = {}
-    tensors: Tensors = {}
-    aliases = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"the model's state {name!r} is a {type(value).__name__}; a checkpoint holds tensors only")
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
-        if (first := seen.setdefault(key, name)) == name:
-            tensors[name] = value
-        else:
-            aliases[name] = first
-    return tensors, aliases
 
 
 # ---------------------------------------------------------------------- files

@@ -84,7 +84,7 @@ def earlier_runs(after: Any, unit: Unit | None = None) -> list[Earlier]:
 
 def _check_unit(ledger: Ledger, unit: Unit | None) -> None:
     before = unit_from_json(ledger.header.get("unit"), ledger.header["dataset_size"])
-    if unit is None or (before.short, getattr(before, "column", None)) == (unit.short, getattr(unit, "column", None)):
+    if unit is None or (before.noun, before.column) == (unit.noun, unit.column):
         return
     raise ValueError(
         f"after names a run that protects {before.describe()}, and this one protects {unit.describe()}: their epsilons "
@@ -93,7 +93,7 @@ def _check_unit(ledger: Ledger, unit: Unit | None) -> None:
 
 
 def _units(ledger: Ledger) -> str:
-    return unit_from_json(ledger.header.get("unit"), ledger.header["dataset_size"]).short + "s"
+    return unit_from_json(ledger.header.get("unit"), ledger.header["dataset_size"]).noun + "s"
 
 
 def _ledger(given: Any) -> Ledger:

@@ -191,26 +191,31 @@ class Ledger:
         since = self._by_step.get(step - 1, [-1])[0]
         return any(i < here for i in own) or any(since < i < here for i in self._torn)
 
-    def events(self, group: int | None = None) -> list[Event]:
+    def events(self, group: int | None = None, *, deal: str | None = None) -> list[Event]:
         """What the accountant is told: one event per line, equal ones counted together; and those of earlier runs.
 
         A line with a group is charged to that group alone, one without (independent noise; a torn line) to everyone. What
-        is told is what no unit of any group was charged more than; with `group`, what its own were charged.
+        is told is what no unit of any group was charged more than; with `group`, what its own were charged. Where groups
+        were dealt anew (a run whose secret was lost), anybody may have been in the worst group of each deal: they add up.
+        `deal`: the one that `group` is a group of, by default the first.
         """
-        charged: dict[int | None, Counter[tuple[Any, ...]]] = {}
+        charged: dict[str | None, dict[int | None, Counter[tuple[Any, ...]]]] = {}
         for r in self.records:
             key = (r["q"], r["sigma"], r.get("max_batch"))
-            charged.setdefault(r.get("group"), Counter())[key] += 1
-        total = charged.pop(None, Counter())
-        groups = charged.values() if group is None else [charged.get(group, Counter())]
-        most: Counter[tuple[Any, ...]] = Counter()
-        for counts in groups:
-            most |= counts  # the larger count of each kind: one kind, as in every run with groups, makes it exact
+            charged.setdefault(r.get("deal"), {}).setdefault(r.get("group"), Counter())[key] += 1
+        total: Counter[tuple[Any, ...]] = Counter()
+        for dealt, counts in charged.items():
+            total += counts.pop(None, Counter())
+            own = group is not None and dealt == deal
+            most: Counter[tuple[Any, ...]] = Counter()
+            for count in [counts.get(group, Counter())] if own else counts.values():
+                most |= count  # the larger count of each kind: one kind, as in every run with groups, makes it exact
+            total += most
         size = self.header["dataset_size"]
         earlier = [Event(*event) for run in self.header.get("after", ()) for event in run["events"]]
         return earlier + [
             Event(q, sigma, count, max_batch=cap, dataset_size=size if cap is not None else None)
-            for (q, sigma, cap), count in (total + most).items()
+            for (q, sigma, cap), count in total.items()
         ]
 
     def check_contains(self, count: int, head: str) -> None:

@@ -106,6 +106,7 @@ class Loop:
                         break
                 ended = step.index > index or step.releases.discarded > discarded
                 assert ended or self._stop or step.stopped, "the last micro-batch ends its step"
+            step.writes.check_between()
             self._ended = self.finished and step.index > began
         finally:
             if token is self._current:

@@ -6,8 +6,8 @@ A method says what a parameter gets by its kind, and how carriers are found. It 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
 from rgp.in_place import ROUNDINGS
 from rgp.validate import check_count, check_one_of, check_positive
@@ -55,6 +55,12 @@ class Method:
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint; `naming.method_from_json` reads it."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        settings = {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items()}
+        return {"name": type(self).__name__, "fields": settings}
 
 
 @dataclass(frozen=True)

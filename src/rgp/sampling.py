@@ -28,6 +28,8 @@ class Poisson:
     """
 
     name: ClassVar[str] = "poisson"
+    words: ClassVar[str] = "Poisson"
+    groups: ClassVar[int] = 1
     size: int
     batch_sizes: tuple[int, ...]
     max_batch: int | None = None
@@ -42,6 +44,10 @@ class Poisson:
     @property
     def largest_rate(self) -> float:
         return max(self.batch_sizes) / self.size
+
+    def turns(self, steps: int) -> int:
+        """In how many of so many steps in a row any one unit may be drawn, at most."""
+        return steps
 
     def draw(self, streams: Streams, step: int, attempt: int) -> np.ndarray:
         return draw(streams, step, self.size, self.rate(step), attempt=attempt, max_batch=self.max_batch)
@@ -65,6 +71,7 @@ class Cyclic:
     """
 
     name: ClassVar[str] = "cyclic"
+    words: ClassVar[str] = "Poisson in groups, by turns"
     max_batch: ClassVar[None] = None
     size: int
     batch_sizes: tuple[int, ...]
@@ -78,6 +85,10 @@ class Cyclic:
     def batch_size(self, step: int) -> int:
         return self.batch_sizes[step]
 
+    @property
+    def groups(self) -> int:
+        return self.bands
+
     def group(self, step: int) -> int:
         return step % self.bands
 
@@ -88,6 +99,10 @@ class Cyclic:
     @property
     def largest_rate(self) -> float:
         return self.rate(0)
+
+    def turns(self, steps: int) -> int:
+        """In how many of so many steps in a row any one unit may be drawn, at most: the turns of its group."""
+        return -(-steps // self.bands)
 
     def draw(self, streams: Streams, step: int, attempt: int) -> np.ndarray:
         groups = deal(streams, self.size, self.bands)
@@ -104,6 +119,16 @@ class Cyclic:
             "max_batch": None,
             "group": self.group(step),
         }
+
+
+Sampling = Poisson | Cyclic
+
+
+def make_sampling(size: int, batch_sizes: tuple[int, ...], *, bands: int, max_batch: int | None) -> Sampling:
+    """As noise correlated over so many steps needs it."""
+    if bands == 1:
+        return Poisson(size=size, batch_sizes=batch_sizes, max_batch=max_batch)
+    return Cyclic(size=size, batch_sizes=batch_sizes, bands=bands)
 
 
 def draw(

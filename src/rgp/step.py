@@ -34,7 +34,6 @@ from rgp.sharding import Filler
 from rgp.slots import Slot
 from rgp.torchstate import remove_mode
 from rgp.trained import TrainedModel
-from rgp.units import Rows
 from rgp.update import Update
 
 
@@ -90,7 +89,7 @@ class Step:
         self._views, self._reduction = views, loss_reduction
         method = trained.plan.method
         self.plain = not (
-            method.private or method.carries or trained.sharding.active or not isinstance(mechanism.unit, Rows)
+            method.private or method.carries or trained.sharding.active or mechanism.unit.rows is None
         )  # no per-example gradients needed
         self.gradients = Gradients(_groups(trained, mechanism), dtype=trained.dtype, device=trained.device)
         self.capture = Capture(trained.slot_of, sharded=trained.sharding.active, model=trained.model)
@@ -113,6 +112,7 @@ class Step:
         """Carriers of this step, from released state only: no batch of this step has been drawn yet."""
         if self.begun:
             return
+        self.writes.check_between()
         self.trained.sharding.reshard()
         guards.check_unchanged(self.trained, self.update.optimizer)
         self.releases.begin(self.index)
@@ -223,6 +223,8 @@ class Step:
         noise_std = self.mechanism.noise_of_step(self.index, clipped.sensitivity)
         with torch._C.DisableTorchFunction():
             self.update.apply(noisy, self.gradients.where, step=self.index, divisor=divisor, noise_std=noise_std)
+        if not self.trained.sharding.active:
+            self.writes.settle()
         self.index += 1
         self.releases.end()
 

@@ -738,7 +738,7 @@ ACCOUNTING = group(
         "epsilon of no noise is finite",
         "a release without noise costs nothing",
         (
-            "composition.py",
+            "accountants.py",
             "    if any(event.noise_multiplier == 0 for event in merged):\n        return math.inf\n",
             "    if any(event.noise_multiplier == 0 for event in merged):\n        return 0.0\n",
         ),
@@ -887,16 +887,16 @@ CORRELATED = group(
     mutant(
         "T in place of ceil(T / b)",
         "noise is calibrated as if every example could be in every step",
-        ("mechanism.py", "(sampling.bands if isinstance(sampling, Cyclic) else 1)", "1"),
+        ("sampling.py", "return -(-steps // self.bands)", "return steps"),
         by=(RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group",),
     ),
     mutant(
         "the last turn left out",
         "noise is calibrated for T / b turns, rounded down",
         (
-            "mechanism.py",
-            "    turns = -(-len(sampling.batch_sizes) // (sampling",
-            "    turns = (len(sampling.batch_sizes) // (sampling",
+            "sampling.py",
+            "return -(-steps // self.bands)",
+            "return steps // self.bands",
         ),
         by=(RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group",),
     ),
@@ -1074,9 +1074,9 @@ TUNING = group(
         "search charged as one trial",
         "choosing costs nothing",
         (
-            "tuning/accounting.py",
-            "dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(events), law.mean, law.shape)",
-            "dp_event.ComposedDpEvent(events)",
+            "composition.py",
+            "dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(runs), mean, shape)",
+            "dp_event.ComposedDpEvent(runs)",
         ),
         by=("tuning/test_tuning_accounting.py::test_renyi_epsilon_is_that_of_the_paper",),
     ),

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rgp.attacks.shadows import take
+from rgp.attacks.pool import take
 from rgp.clipping import Gradients
 from rgp.observing import Observer
 from rgp.run import Run

@@ -44,6 +44,8 @@ class Settings:
     """Steps for which carriers stay."""
     state: str = "full"
     """Of the optimizer, for carried weights: full or thin."""
+    bands: int = 1
+    """Steps over which this library's noise is correlated, with all past noise in place from the second step on."""
     optimizer: str | None = None
     """adamw or sgd (momentum 0.9); by default sgd for wide ResNets and adamw for the rest."""
     repeats: int = 5
@@ -60,7 +62,7 @@ class Settings:
                 f"model={self.model!r} is not known: take {', '.join(MODELS)}, wrn16-4, wrn28-4, the path of a folder "
                 "with a Hugging Face model, or module:function"
             )
-        for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations", "keep"):
+        for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations", "keep", "bands"):
             check_count(name, getattr(self, name))
         if self.batch % self.microbatch:
             # Unequal micro-batches would not be cut in the same places by every contender.

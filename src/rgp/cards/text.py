@@ -6,9 +6,8 @@ import math
 import re
 from typing import Any
 
+from rgp.accountants import accountant_label
 from rgp.rounding import percent_up, round_down, round_up
-
-ACCOUNTANTS = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi divergences (RDP)", None: "none"}
 
 
 def card_text(card: dict[str, Any]) -> str:
@@ -44,7 +43,7 @@ def card_text(card: dict[str, Any]) -> str:
     facts = [
         ("protected", card["unit"]),
         ("neighbouring data sets", f"{short_unit(card['unit'])} is added or removed"),
-        ("accountant", ACCOUNTANTS.get(card["accountant"], card["accountant"])),
+        ("accountant", accountant_label(card["accountant"])),
         (
             "sampling",
             _sampling_text(sampling, noun)

@@ -7,5 +7,6 @@ kinks      a hinge or a cap between examples, which may not be active yet
 means      a mean whose divisor depends on everybody's labels, in every batch
 guards     a loss, a gradient, a model or an optimizer that is not as it must be
 writes     the loop changes no parameter, and no buffer by what the examples are
+repeats    a row that is in the dataset several times
 moved      what got noise is moved by the optimizer
 """

@@ -59,6 +59,14 @@ def _alike(x: Any, y: Any) -> bool:
         return False
 
 
+def came_out_otherwise(one: Any, two: Any) -> bool:
+    """Whether two loadings of one item differ, in what can be compared: numbers and text."""
+    a, b = _values(one), _values(two)
+    kinds = (Tensor, str, bytes, bool, int, float)
+    both = [(x, y) for x, y in zip(a, b, strict=False) if isinstance(x, kinds) and isinstance(y, kinds)]
+    return len(a) != len(b) or any(not _alike(x, y) for x, y in both)
+
+
 def is_finite(item: Any) -> bool:
     return all(bool(leaf.isfinite().all()) for leaf in _values(item) if isinstance(leaf, Tensor))
 

@@ -34,7 +34,16 @@ import torch
 from torch.utils.data import default_collate
 
 from rgp.checks.comparing import COARSE, advice_on, check_shared, moved, percent, rows_of, same_weights, stage_of
-from rgp.checks.items import are_equal, extremes, is_finite, length, magnitude, replacements, shapes_of
+from rgp.checks.items import (
+    are_equal,
+    came_out_otherwise,
+    extremes,
+    is_finite,
+    length,
+    magnitude,
+    replacements,
+    shapes_of,
+)
 from rgp.checks.trial import Trial, generators, same_generators, seeded
 from rgp.errors import UnsupportedError
 from rgp.loading import Loading
@@ -44,6 +53,7 @@ POOL = 24  # examples that are looked at for it, at least
 LARGEST_WHOLE = 64  # of the examples of a micro-batch that are rehearsed with at once
 OTHERS = 3  # times that half of them are replaced
 AGAIN = 4  # times as many steps go by before the next rehearsal
+LOADING = 2**20  # in the numbers of seeds: those of the rows that are loaded one by one
 SEEDS = 24  # of copies: a layer that is left out once in twenty passes shows in one of them
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative to an example's whole gradient
 # times as much rounding where a trial has other shapes; on a GPU other kernels may be chosen for them, and TF32
@@ -166,10 +176,14 @@ class Rehearsal:
         size, wanted = len(self._dataset), min(self._loading.microbatch_size or 0, LARGEST_WHOLE)
         with seeded(self._seed(0)):
             indices = np.random.permutation(size)[: max(POOL, wanted)].tolist()
-            try:
-                items = [self._dataset[i] for i in indices]
-            except Exception as error:
-                raise CannotTellError(f"dataset[i] failed in this process ({type(error).__name__}: {error})") from error
+        try:
+            items = self._loaded(indices)
+            if self._first is None:
+                self._check_order(indices[:EXAMPLES], items[:EXAMPLES])
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise CannotTellError(f"dataset[i] failed in this process ({type(error).__name__}: {error})") from error
         if size == 1:
             return []
         found = list(zip(indices, items, strict=True))
@@ -187,6 +201,36 @@ class Rehearsal:
                 found.append(found.pop(largest))
         self._indices = [index for index, _ in found]
         return [item for _, item in found]
+
+    def _loaded(self, indices: list[int]) -> list[Any]:
+        """These rows one after the other, each under random numbers of its own."""
+        items = []
+        for index in indices:
+            with seeded(self._seed(LOADING + index)):
+                items.append(self._dataset[index])
+        return items
+
+    def _check_order(self, indices: list[int], items: list[Any]) -> None:
+        """A row is the same whichever rows were loaded before it. Random numbers are those of `_loaded`."""
+
+        def differ(again: list[Any]) -> bool:  # the first row's predecessor is another each time
+            pairs = zip(items[1:], again[1:], strict=True)
+            return any(came_out_otherwise(a, b) for a, b in pairs if is_finite(a))
+
+        if not differ(self._loaded(indices[::-1])[::-1]):
+            return
+        if not differ(self._loaded(indices)):
+            raise UnsupportedError(
+                "dataset[i] depends on the row that was loaded before it: in another order rows came out differently. Which rows "
+                "come before one depends on who else was drawn, so no clipping bounds one example's influence. Make dataset[i] "
+                f"of row i alone. {self._released} See docs/pitfalls.md."
+            )
+        warnings.warn(
+            "dataset[i] came out differently when it was asked again under the same random numbers. If it draws from a generator "
+            "of its own, steps after a crash cannot be repeated, and are charged again; use Python's, numpy's or torch's, which "
+            "the run seeds. If it depends on what was loaded before, epsilon is too small: which rows those are depends on who "
+            "else was drawn."
+        )
 
     def _trial(self, items: list[Any], which: list[int], number: int = 0) -> Trial:
         """Of these items, loaded together where the dataset loads several at once: its transform may see the whole batch."""

@@ -2,10 +2,14 @@
 
 A buffer that ends equal whatever the examples are (a counter of steps, a temperature that falls) tells nothing of them. The
 rehearsal finds out: before each of its trials the buffers are as they were, and afterwards their contents are compared.
+
+What the loop does where `run.step` returns True is not rehearsed. If it changes the model there, that is said once: a clamp or a
+schedule follows from what was released, and class centres do not; nobody can tell from here.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +33,9 @@ class Writes:
         self._kept: list[tuple[Place, Tensor, Tensor]] | None = None  # buffers as they were before a rehearsal
         self._ends: list[Tensor] | None = None  # as its first trial left them
         self.harmless: set[str] = set()  # buffers that were seen to change, alike for all examples
+        self._clamped: set[str] = set()  # parameters that the loop was seen to change, alike for all examples
+        self._left: dict[tuple[str, int], int] = {}  # in this rehearsal: a parameter before a trial -> after it
+        self._settled: list[tuple[Tensor | None, int]] | None = None  # as the optimizer's last step left them
 
     def _find(self) -> list[Place]:
         return [
@@ -63,6 +70,26 @@ class Writes:
             return None
         return self._bits[[isinstance(place.get(leaf), nn.Parameter) for _, place, leaf in self._places]]
 
+    def settle(self) -> None:
+        """After the optimizer's step: until the next batch, nothing should change."""
+        self._settled = self._now()
+
+    def check_between(self) -> None:
+        """When the loop has come back after a step: say once what it has changed, where it was not rehearsed."""
+        if self._settled is None:
+            return
+        settled, self._settled = self._settled, None
+        excused = self.harmless | self._clamped
+        for (name, *_), (old, a), (new, b) in zip(self._places, settled, self._now(), strict=True):
+            if (old is not new or a != b) and name not in excused:
+                excused.add(name)
+                self._clamped.update(place[0] for place in self._places)  # once is enough
+                warnings.warn(
+                    f"{name!r} was changed after run.step(loss) had returned True, which no check looks at: what is computed "
+                    "from private examples would be in the model without noise. What follows from released weights and the "
+                    "number of the step alone (a clamp, a schedule) is fine; if it does, ignore this. See docs/pitfalls.md."
+                )
+
     def check(self) -> None:
         """UnsupportedError if something has changed; in a rehearsal, parameters only: `compare` looks at buffers."""
         now = self._now()
@@ -93,6 +120,7 @@ class Writes:
                 and _has_bits(tensor)
             ]
         self._ends = None
+        self._left.clear()
         try:
             yield
         finally:
@@ -120,6 +148,24 @@ class Writes:
                     _refuse_change(name)
                 if not _same(content, now):
                     self.harmless.add(name)
+        self._compare_parameters()
+
+    def _compare_parameters(self) -> None:
+        """A parameter that began two trials alike must have ended them alike: a clamp does, a mean of features does not."""
+        if self._bits is None:
+            return
+        touched = [old is not new or a != b for (old, a), (new, b) in zip(self._before, self._now(), strict=True)]
+        if not any(touched):
+            return
+        for (name, place, leaf), was, now, changed in zip(
+            self._places, self._bits.tolist(), self._sums().tolist(), touched, strict=True
+        ):
+            if changed and isinstance(place.get(leaf), nn.Parameter):
+                if (end := self._left.get((name, was))) is not None:
+                    if end != now:
+                        _refuse_change(name)
+                    self._clamped.add(name)
+                self._left[name, was] = now
 
 
 def _same(one: Tensor, two: Tensor) -> bool:

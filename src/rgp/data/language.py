@@ -86,10 +86,12 @@ def load_language(spec: DataSpec) -> Data:
     token = pad_token(tokenizer)
     held_out = "published test" if published else "held-out"
     counts = f"{len(sets[0]):,} training and {len(sets[1]):,} {held_out} examples, each {row}"
-    members, noun = None, "document" if spec.units == "document" else "person"
+    members, others, noun = None, None, "document" if spec.units == "document" else "person"
     if parts[0].ids is not None:
         column = None if spec.units == "document" else spec.units
         members = members_of(parts[0].ids, spec, str(path), noun=noun, column=column, row=str(spec.unit))
+        assert parts[1].ids is not None
+        others = members_of(parts[1].ids, spec, str(path), noun=noun, column=column, row=str(spec.unit))
         counts = f"training text of {members.unit.size:,} {noun}s, and {held_out} text"
     return Data(
         train=sets[0],
@@ -108,6 +110,7 @@ def load_language(spec: DataSpec) -> Data:
         },
         row=row,
         members=members,
+        test_members=others,
     )
 
 

@@ -96,6 +96,7 @@ class Data:
     label_names: what the classes 0, 1, ... are called
     row: what one row is, where that needs words
     members: which training rows belong to which person, where `units` says so; private
+    test_members: the same of the test rows, where they have that column; for attacks alone
     more_tests: further test sets by name, such as MNLI's "mismatched"
     """
 
@@ -111,6 +112,7 @@ class Data:
     label_names: tuple[str, ...] = field(default=())
     row: str = ""
     members: Members | None = None
+    test_members: Members | None = None
     more_tests: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rgp.composition import ACCOUNTANTS
+from rgp.accountants import ACCOUNTANTS, accountant_help
 from rgp.naming import METHODS, UNPROTECTED
 from rgp.train.allowed import (
     Allowed,
@@ -146,7 +146,7 @@ class BudgetConfig:
         "probability that epsilon fails (1/(10 N), at most 1e-5)",
     )
     noise_multiplier: float | None = key(None, number(0), "the noise itself, in place of epsilon; 0: no privacy")
-    accountant: str = key("pld", choice(*ACCOUNTANTS), "pld is tight; rdp is what older papers used")
+    accountant: str = key("pld", choice(*ACCOUNTANTS), accountant_help())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,9 @@ class TrainingConfig:
     ema: float | None = key(None, number(0, high=1, below=True), "decay of a running mean of the weights, e.g. 0.999")
     microbatch_size: int | None = key(None, whole(1), "examples that go through the model at once (32)")
     max_batch: int | None = key(None, whole(1), "cap on the examples of a step, with the accounting for it")
-    bands: Any = key(1, bands(), "steps over which noise is correlated; auto: the best number for the budget")
+    bands: Any = key(
+        None, bands(), "steps over which noise is correlated; auto: the best number; null: auto where it pays"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
