@@ -2,7 +2,7 @@
 
     pip install opacus
     python experiments/opacus_beside.py examples/opacus/mnist.py --seeds 3
-    python experiments/opacus_beside.py examples/opacus/bert.py --seeds 3 -- --lora
+    python experiments/opacus_beside.py examples/opacus/bert.py --seeds 3 --lora
     python experiments/opacus_beside.py examples/opacus/mnist.py --seeds 3 --with rgp
 
 The example runs as it stands; `rgp.privatize` is replaced by a run of Opacus (hooks, Poisson sampling) with the same model, data,
@@ -117,11 +117,10 @@ def main() -> None:
     parser.add_argument("example")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--with", dest="by", choices=("opacus", "rgp"), default="opacus")
-    parser.add_argument("arguments", nargs="*", help="for the example, after --")
-    args = parser.parse_args()
+    args, arguments = parser.parse_known_args()  # what is not known here is for the example
     warnings.simplefilter("ignore")
-    found = [run_example(args.example, args.arguments, seed, args.by == "opacus") for seed in range(args.seeds)]
-    print(args.example, *args.arguments, args.by, *(f"{100 * accuracy:.1f}" for accuracy in found))
+    found = [run_example(args.example, arguments, seed, args.by == "opacus") for seed in range(args.seeds)]
+    print(args.example, *arguments, args.by, *(f"{100 * accuracy:.1f}" for accuracy in found))
 
 
 if __name__ == "__main__":

@@ -60,12 +60,12 @@ optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
 run = rgp.privatize(
     model,
     optimizer,
-    images(2000, seed=1),
+    images(1500, seed=1),
     method=rgp.RGP() if args.rgp else rgp.DPSGD(),
     budget=rgp.Budget(epsilon=50.0, delta=1e-5),  # the tutorial's, in make_private_with_epsilon
     clip=1.2,  # max_grad_norm
-    batch_size=200,
-    microbatch_size=100,  # BatchMemoryManager
+    batch_size=150,
+    microbatch_size=75,  # BatchMemoryManager
     epochs=4,
 )
 test, labels = images(500, seed=2).tensors
