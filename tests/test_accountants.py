@@ -82,7 +82,7 @@ def test_a_third_accountant_is_one_entry(name):
         [sys.executable, "-W", "ignore", "-c", THIRD.replace("{name}", name)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert found.returncode == 0, found.stderr[-3000:]
 

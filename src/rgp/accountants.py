@@ -31,7 +31,7 @@ class Accountant:
     start: a ledger of dp-accounting's for these events, which takes them piece by piece (`composition.compose`)
     rounding: by how much floating point may have lowered a delta of that ledger
     max_batch: whether it has a bound for draws that are cut down to a maximum
-    profile: delta as a function of epsilon, at its best near the given delta. Bounds on attacks and on searches for settings
+    profile: delta as a function of epsilon, most accurate near the given delta. Bounds on attacks and on searches for settings
         follow from it. None if it has no profile
     best_of: the epsilon of the best of a random number of equal runs; (merged, mean, shape, delta), as dp-accounting's
         repeat-and-select has them. Asked only where there is no profile
@@ -127,10 +127,9 @@ def composed_epsilon(merged: Merged, delta: float, accountant: str) -> float:
 
 
 def coarse_bound(merged: Merged, delta: float, accountant: str) -> float:
-    """The accountant's coarse bound, or its real one if that is fast."""
+    """The accountant's coarse bound, or the real one where that is fast or trivial."""
     chosen = find_accountant(accountant)
-    return (
-        composed_epsilon(merged, delta, accountant)
-        if chosen.coarse_epsilon is None
-        else chosen.coarse_epsilon(merged, delta)
-    )
+    if chosen.coarse_epsilon is None or not merged or any(event.noise_multiplier == 0 for event in merged):
+        return composed_epsilon(merged, delta, accountant)
+    chosen.check(merged)
+    return chosen.coarse_epsilon(merged, delta)

@@ -54,7 +54,7 @@ def epsilon(events: Iterable[Event], *, delta: float, accountant: str = "pld") -
     """The epsilon of all these releases together.
 
     Formal guarantees:
-    - the result is an upper bound, for rounding of the grid, of the tails and of the FFT alike
+    - the result is an upper bound, with rounding of the grid, the tails and the FFT included
     - order and grouping of the events do not matter: `count=2` is the same as two events
     - no events cost 0; one event without noise costs infinity
     - the result does not fall when an event is added, up to the accuracy of the grid (1e-3 relative; `epsilon_curve`
@@ -78,14 +78,10 @@ def quick_epsilon(
     - never more than `epsilon` of `planned`, while every kind of event in `events` is in it and as often
     """
     check_probability("delta", delta)
-    find_accountant(accountant)
     plan = {replace(e, count=1): e.count for e in merge(planned)}
     merged = merge(events)
     rungs = tuple(replace(e, count=_rung(e.count)) for e in merged)
-    if not rungs or any(e.noise_multiplier == 0 for e in rungs):
-        found = composed_epsilon(rungs, float(delta), accountant)
-    else:
-        found = coarse_bound(rungs, float(delta), accountant)
+    found = coarse_bound(rungs, float(delta), accountant)
     if plan and all(e.count <= plan.get(replace(e, count=1), 0) for e in merged):
         found = min(found, composed_epsilon(merge(planned), float(delta), accountant))
     return found

@@ -57,7 +57,7 @@ def share_weights(ranks: Ranks, model: nn.Module) -> None:
 
 
 def share_streams(ranks: Ranks, streams: Streams) -> Streams:
-    """One secret for all: the first rank's. Dropout and augmentation differ from rank to rank all the same."""
+    """One secret for all: the first rank's. Dropout and augmentation still differ from rank to rank."""
     if ranks.size == 1:
         return streams
     secret, known = ranks.from_first(lambda: [streams.secret.hex(), streams.known])
@@ -79,7 +79,7 @@ def share_ledger(ranks: Ranks, make: Callable[[], Ledger]) -> Ledger:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What decides its steps, but the parameters' values."""
+    """All that decides its steps, except for the values of the parameters."""
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return {
         "the optimizer": type(optimizer).__name__,
@@ -129,7 +129,7 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 
 def first_then_others(ranks: Ranks, make: Callable[[], Any]) -> Any:
-    """`make` on every rank, but on the first one before the others: it may fill a cache that they find filled."""
+    """Call `make` on every rank, on the first one before the others: it may fill a cache that they then use."""
     kept: list[Any] = []
     ranks.from_first(lambda: kept.append(make()))
     return kept[0] if ranks.first else make()

@@ -7,7 +7,7 @@
       initial.safetensors       W_0, where the method needs it; written once
       secret.json               what the random streams are made of; readable by the owner alone, never to be published,
                                 deleted when the run is finished and saved or closed
-      past-noise.checkpoint-120  what correlated noise has to take back; as secret, and deleted with it
+      past-noise.checkpoint-120  what correlated noise has to take back; just as secret, and deleted with it
 
 Formal guarantees (tests/test_checkpoint.py, tests/repository/test_torture.py):
 - a crash at any moment leaves the old checkpoint or the new one
@@ -69,7 +69,7 @@ Folder = str | os.PathLike[str]
 def save(run: Run, folder: Folder) -> None:
     """Write a checkpoint. May be called at any time; an unfinished logical batch is repeated after resuming.
 
-    Of several ranks the first one writes, and the others need not call it, unless weights are sharded: then all must.
+    With several ranks the first one writes, and the others need not call it, unless weights are sharded: then all must.
     """
     sharded = any(is_sharded(p) for p in run.model.parameters())
     initial: Tensors = run.initial
@@ -156,7 +156,7 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
 
 
 def _save_secret(run: Run, path: Path, *, keep: str | None, name: str) -> None:
-    """The streams' secret, and two counts that are private, for the checkpoint that counts now and the one to come."""
+    """The streams' secret, and two private counts, for the current checkpoint and for the one that is being written."""
     secret = run.secret_state()
     private = {name: {key: secret.pop(key) for key in ("bad_examples", "never_used")}}
     if run.loading.members is not None:
@@ -168,7 +168,7 @@ def _save_secret(run: Run, path: Path, *, keep: str | None, name: str) -> None:
 
 
 def _save_past_noise(run: Run, path: Path) -> None:
-    """Nothing, and nothing of an interrupted earlier save, where there is nothing to take back."""
+    """Write what correlated noise has to take back; if that is nothing, remove what an interrupted save may have left."""
     past = {str(i): vector.cpu() for i, vector in enumerate(run.past_noise())}
     if past:
         write_file(path, _safetensors().save(past), mode=0o600)
@@ -268,13 +268,13 @@ def resume(
         check_header(ledger, mechanism)
         if ledger.repaired:
             warnings.warn(ledger.repaired)
-        if ranks.first:  # of a process that was killed while it wrote it
+        if ranks.first:  # left by a process that was killed while writing it
             (folder / (SECRET + NEW)).unlink(missing_ok=True)
             for unfinished in folder.glob(PAST_NOISE + "*" + NEW):
                 unfinished.unlink()
         secret, private = _read_secret(folder / SECRET, name, ranks)
         if members is not None and secret is not None and private["units"] != members.digest(secret.secret):
-            raise ValueError("not the run that was saved: units says of some rows that they are another unit's")
+            raise ValueError("not the run that was saved: units assigns some rows to other units")
         streams = share_streams(ranks, secret or Streams.from_system())
         _load_weights(model, _read_tensors(here / "model.safetensors", ranks), state["aliases"])
         # checkpoints before 0.2 did not name their source
@@ -307,7 +307,9 @@ def resume(
     initial = _read_tensors(folder / INITIAL, ranks) if run.initial else None
     same = ranks.from_first(lambda: secret is not None and state["replay"] == _replay_conditions(run.loading, ranks))
     past: list[Tensor] = []
-    if same or ledger.count == state["ledger"]["count"]:  # what cannot be computed again forgets: see release.py
+    if (
+        same or ledger.count == state["ledger"]["count"]
+    ):  # a run that cannot be repeated starts a new chain: see release.py
         past = _read_past_noise(folder / (PAST_NOISE + name), state.get("past_noise", 0), ranks)
     replay_from = state["ledger"]["count"] if same else ledger.count
     run.load(state, kinds, initial, private, replay_from=replay_from, past_noise=past)
@@ -326,7 +328,7 @@ def _read_secret(path: Path, name: str, ranks: Ranks) -> tuple[Streams | None, d
     if data is None:
         return None, private
     if ranks.first and os.name == "posix" and path.stat().st_mode & 0o077:
-        warnings.warn(f"{path} can be read by others, who can then take the noise away. Protect it: chmod 600 {path}")
+        warnings.warn(f"{path} can be read by others, who could then remove the noise. Protect it: chmod 600 {path}")
     content = json.loads(data)
     return Streams(bytes.fromhex(content["secret"]), known=content["known"]), content["private"].get(name, private)
 
@@ -374,7 +376,7 @@ def _write_tensors(path: Path, tensors: Tensors) -> None:
 
 
 def _read_tensors(path: Path, ranks: Ranks) -> Tensors:
-    """As tensors of their own: what safetensors gives may be a window on the file."""
+    """Copies, because what safetensors returns may be a view of the file."""
     if ranks.size == 1:
         return {k: t.clone() for k, t in _safetensors().load_file(path).items()}
     return {k: t.clone() for k, t in _safetensors().load(_read(path, ranks)).items()}

@@ -31,7 +31,7 @@ _FEW_ORDERS = (1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 
 
 @dataclass(frozen=True)
 class Event:
-    """One drawn batch and everything released from it; `count` of them, if they are alike.
+    """One drawn batch and everything released from it; `count` of them, if they are equal.
 
     sampling_rate: probability q with which each example is drawn
     noise_multiplier: noise standard deviation over sensitivity; `combine` gives it for several quantities of one batch
@@ -227,7 +227,7 @@ def _sampled_gaussian(rate: float, sigma: float, interval: float) -> Any:
 class EitherNeighbour:
     """A PLD accountant that keeps a second one where draws are cut.
 
-    There the neighbours with one example more and with one less are not alike: an example of N is drawn more often than
+    There the neighbours with one example more and with one less differ: an example of N is drawn more often than
     one of N + 1. Whatever is asked, the larger answer is given.
     """
 

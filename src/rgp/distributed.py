@@ -10,7 +10,7 @@ Formal guarantees (tests/test_distributed.py):
 - every example of a draw is on exactly one rank
 - noise is added once per release, on the first rank
 - no rank has a release before its line in the ledger is durable
-- a rank that dies, leaves or differs from the others stops all of them; nobody goes on alone
+- a rank that dies, leaves or differs from the others stops all of them; no rank continues alone
 
 One process is the special case `Ranks()`, so the engine reads the same with and without others. gloo and NCCL go
 through the same calls. Messages are JSON and tensors, no pickle.
@@ -57,7 +57,7 @@ class RankReport:
     used: tuple[int, ...] = ()  # per trained parameter
 
 
-SAME = ("step numbers", "draws", "releases on record", "weights", "carriers")  # of all ranks: columns 1 to 5
+SAME = ("step numbers", "draws", "releases on record", "weights", "carriers")  # sums over all ranks: columns 1 to 5
 COUNTS = len(fields(RankReport)) - 1  # columns before `used`
 
 
@@ -65,7 +65,7 @@ COUNTS = len(fields(RankReport)) - 1  # columns before `used`
 class Traffic:
     """Bytes that one rank puts into and gets out of the collectives of one step.
 
-    plain_bytes_per_step: of plain DistributedDataParallel, which all-reduces the gradients of the same parameters.
+    plain_bytes_per_step: the same for plain DistributedDataParallel, which all-reduces the gradients of the same parameters.
     """
 
     ranks: int
@@ -74,7 +74,7 @@ class Traffic:
 
     @property
     def saved(self) -> float:
-        """How many times less."""
+        """By how many times this is less than plain training sends."""
         return self.plain_bytes_per_step / self.bytes_per_step if self.bytes_per_step else 1.0
 
 
@@ -111,15 +111,15 @@ class Ranks:
         return path.read_bytes() if path.exists() else None
 
     def agree(self, problem: str | None, kind: type[Exception] = ValueError) -> None:
-        """If any rank has a problem, the error of the lowest one, on all ranks."""
+        """Raise the problem of the lowest rank that has one, on all ranks."""
         if problem is not None:
             raise kind(problem)
 
     def leave(self, report: RankReport, error: BaseException) -> None:
-        """This rank will not go on: tell those who wait for it."""
+        """Tell the ranks that wait for this one that it will not continue."""
 
     def fingerprint(self, tensors: Iterable[Tensor]) -> int:
-        """A number that tells tensors apart that should be equal; one pass over them, and none if nobody compares it."""
+        """A number that shows whether tensors that should be equal are; one pass over them, and none if nothing compares it."""
         return 0
 
 
@@ -192,7 +192,7 @@ class Group(Ranks):
                 tensor.copy_(carried)
 
     def _message(self, content: bytes | None, source: int = 0) -> bytes:
-        """Bytes of one rank to all: a short note, and what does not fit in it after it."""
+        """Send one rank's bytes to all: a short note, followed by what does not fit into it."""
         note = torch.zeros(8 + NOTE, dtype=torch.uint8)
         mine = b"" if content is None else content
         if self.rank == source:
@@ -272,7 +272,7 @@ class Group(Ranks):
             if different and STOPS not in conditions:
                 self._lost = (
                     f"the {words} of rank {different[0]} are not those of rank 0 at step {int(rows[0, 1])}. Ranks may only "
-                    "differ in their share of the data: something else than run.step changed the model on one of them, or "
+                    "differ in their share of the data: something other than run.step changed the model on one of them, or "
                     "their machines compute differently. Nothing of this step was released. Resume from the last checkpoint"
                 )
                 raise RankError(self._lost)
@@ -308,7 +308,7 @@ def _row(report: RankReport) -> list[int]:
 
 
 def _error(names: list[str], message: str) -> Exception:
-    """The first rank's error, for another rank; `names` are its class and what that is a kind of."""
+    """The first rank's error, for another rank; `names` are its class and the base classes."""
     known = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError, "OSError": OSError}
     kind = next((k for name in names if (k := getattr(errors, name, None) or known.get(name)) is not None), None)
     found: Any = RankError(f"the first rank failed: {names[0]}: {message}") if kind is None else kind(message)
@@ -318,7 +318,7 @@ def _error(names: list[str], message: str) -> Exception:
 
 @contextmanager
 def launched() -> Iterator[Ranks]:
-    """The processes that torchrun or accelerate launch started, joined for the time of a command; else this one alone."""
+    """The processes that torchrun or accelerate launch started, joined while a command runs; otherwise this one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield find_ranks()
         return

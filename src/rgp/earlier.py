@@ -1,7 +1,7 @@
-"""What was released of the same data before: a model remembers the runs that trained it, and ledgers can be added up.
+"""Earlier releases of the same data: a model remembers the runs that trained it, and ledgers can be added up.
 
 Training "a little longer" with a second `privatize` is a second release of the same people. Each ledger knows its own run, so
-the two have to be told of each other: `privatize(..., after=LEDGER)` counts earlier releases in.
+the second has to be told about the first: `privatize(..., after=LEDGER)` includes its releases.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def earlier_runs(after: Any, unit: Unit | None = None) -> list[Earlier]:
     """The runs that `after` names: ledgers, runs or folders, one or several. One that is given twice counts twice.
 
     unit: what this run protects. Epsilons for different units do not add up: a run that protects rows promises persons less,
-    and one that protects persons, added or removed as a whole, says nothing of one row of theirs.
+    and one that protects persons, added or removed as a whole, says nothing about one row of theirs.
     """
     if after is None:
         return []

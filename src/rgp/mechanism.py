@@ -34,7 +34,7 @@ FloatSchedule = float | Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Worth:
-    """What correlated noise is worth beside independent noise of the same epsilon; where carriers turn, at least.
+    """What correlated noise gains over independent noise of the same epsilon, or at least that much where carriers turn.
 
     in_weights, at_the_end: how many times smaller the noise in the weights is, over the run and after the last step
     of_a_step: how many times larger the noise of a single step is; an optimizer that divides by it, such as Adam, needs a
@@ -68,10 +68,10 @@ class Mechanism:
     unit: whose presence is hidden
     sampling: how units are drawn; it owns q and the divisor
     clip: how far one unit can move the sum
-    sigmas: of each step, the noise's standard deviation over the sensitivity
-    method: the name of what trains, for the ledger
+    sigmas: the noise's standard deviation over the sensitivity, for each step
+    method: its name, for the ledger
     coefficients: c_0 .. c_{b-1} of noise that takes back what earlier steps added (correlated.py); (1.0,) is independent noise
-    worth: what that is worth beside independent noise, where a budget tells
+    worth: what that gains over independent noise; known where there is a budget
     """
 
     unit: Unit
@@ -121,7 +121,7 @@ class Mechanism:
         return std if self.bands == 1 else std * float(_factors(self.coefficients, self.steps)[step])
 
     def noise_words(self) -> str:
-        """Which noise it is, and what that is worth."""
+        """The kind of noise in words, and what it gains."""
         if self.bands == 1:
             return "independent noise"
         words = f"noise correlated over {self.bands} steps"
@@ -136,12 +136,12 @@ class Mechanism:
         return self.sampling.event(self.rate(step), self.sigma(step))
 
     def events(self) -> list[Event]:
-        """What the accountant is told of the whole run, as it is planned."""
+        """The events of the whole run, as planned: what the accountant is given."""
         counts = Counter((self.rate(t), self.sigma(t)) for t in range(self.sampling.turns(self.steps)))
         return [self.sampling.event(rate, sigma, n) for (rate, sigma), n in counts.items()]
 
     def worst_event(self) -> Event:
-        """What no step costs more than."""
+        """An event that costs at least as much as any step."""
         return self.sampling.event(self.sampling.largest_rate, min(self.sigmas))
 
     def charge(self, step: int, bound: Bound | None = None) -> dict[str, Any]:
@@ -168,7 +168,9 @@ class Mechanism:
             "method": self.method,
             "version": __version__,
             "worst": {
-                **{k: v for k, v in self.charge(worst).items() if k != "group"},  # nobody knows whose: everyone pays
+                **{
+                    k: v for k, v in self.charge(worst).items() if k != "group"
+                },  # the group of a lost line is unknown: all are charged
                 "q": event.sampling_rate,
                 "sigma": event.noise_multiplier,
             },
@@ -351,7 +353,7 @@ def _bands(
     elif bands == "auto" and budget is None:
         why = "there is no budget at which to compare: give budget= in place of noise_multiplier=, or a number of bands"
     elif isinstance(bands, int) and bands > steps:
-        why = f"the run has {steps} steps, and nothing can be taken back over more"
+        why = f"the run has {steps} steps, and noise cannot be taken back over more"
     if why is not None:
         raise ValueError(f"bands={bands!r} (correlated noise) cannot be used: {why}. Or leave bands out.")
     if budget is None:
@@ -391,8 +393,8 @@ def _calibrated(budget: Budget, delta: float, sampling: Sampling, spent: Sequenc
     before = accounting.epsilon(spent, delta=delta, accountant=budget.accountant)
     if before >= budget.epsilon:
         raise ValueError(
-            f"the earlier runs that `after` names have spent epsilon {before:.4g} at delta={delta:g}: nothing of the budget of "
-            f"{budget.epsilon:g}, which covers them too, is left"
+            f"the earlier runs that `after` names have spent epsilon {before:.4g} at delta={delta:g}: nothing is left of the "
+            f"budget of {budget.epsilon:g}, which covers them too"
         )
     counts = Counter(map(sampling.rate, range(sampling.turns(len(sampling.batch_sizes)))))
 

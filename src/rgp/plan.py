@@ -103,10 +103,10 @@ class Plan:
         return tuple(note for note in (self.frozen_note() or self.share_note(), self.small_note()) if note)
 
     def frozen_note(self) -> str:
-        """One sentence on what stays as it is, how much of the model that is, and how to change it; "" if nothing does.
+        """One sentence on what is not trained, how much of the model that is, and how to train it; "" if everything is.
 
         What was frozen before (requires_grad is False), by overrides, or by a method that trains heads or biases only is
-        left out: whoever chose that knows it.
+        left out: that was the user's choice.
         """
         kinds = {kind for kind, treatment in self.method.treatments.items() if treatment != "frozen"}
         frozen = [e for e in self.entries if e.treatment == "frozen" and e.kind in kinds]
@@ -243,7 +243,7 @@ def _treat(entry: Entry, parameter: Tensor, method: Method, names: list[str]) ->
         )
     if treatment == "carried":
         if len(entry.shape) < 2:
-            if asked and any(name in method.overrides for name in names):  # a wider pattern may well catch biases too
+            if asked and any(name in method.overrides for name in names):  # a wider pattern may match biases too
                 raise ValueError(f"{entry.name!r} has shape {entry.shape}: only matrices and kernels can be carried")
             treatment, rank = "exact", 0
         else:
@@ -271,7 +271,7 @@ def _rank(entry: Entry, parameter: Tensor, method: Method, names: list[str]) -> 
 
 
 def _stable_rank(matrix: Tensor) -> float:
-    """|M|_F^2 / |M|_2^2; 1 for a zero or meta matrix. Initial weights are public, so this tells nothing."""
+    """|M|_F^2 / |M|_2^2; 1 for a zero or meta matrix. Initial weights are public, so this reveals nothing."""
     if matrix.is_meta or not matrix.any():
         return 1.0
     matrix = matrix.to(torch.float32 if matrix.dtype in (torch.float16, torch.bfloat16) else matrix.dtype)

@@ -32,12 +32,11 @@ from rgp.ledger import Ledger
 from rgp.loading import Loading
 from rgp.mechanism import FloatSchedule, Mechanism, plan_mechanism
 from rgp.members import as_members
-from rgp.methods import RGP, DPPowerSGD, Method
+from rgp.methods import RGP, Method
 from rgp.microbatch import choose_microbatch
 from rgp.noise import NoiseSource, noise_source
 from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan, make_plan
-from rgp.powersgd import PowerIteration
 from rgp.release import Releases
 from rgp.run import Run
 from rgp.sampling import check_dataset, check_lengths
@@ -243,7 +242,7 @@ def assemble(
     ranks: Ranks | None = None,
     slot: Callable[..., Slot] = make_slot,
 ) -> Run:
-    """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided any more."""
+    """Put the parts of a run together. `privatize` and `resume` both end here, where nothing is left to decide."""
     rules.load()
     if plan.method.private and loading.members is None:
         check_repeats(dataset)
@@ -259,9 +258,6 @@ def assemble(
         rgp_AdamCorrected=isinstance(optimizer, AdamCorrected),
     )
     method = plan.method
-    power = None
-    if isinstance(method, DPPowerSGD):
-        power = PowerIteration(method.rank, error_feedback=method.error_feedback)
     thin = ThinState(trained, optimizer, streams) if getattr(method, "state", "full") == "thin" else None
     mean = None if ema is None else WeightMean(trained.trained, ema)
     step = Step(
@@ -269,7 +265,7 @@ def assemble(
         mechanism,
         CarrierSearch(trained, optimizer, streams, steps=mechanism.steps, public_loss=public_loss, thin=thin),
         Releases(mechanism, source, ledger, ranks, run_id=streams.run_id),
-        Update(trained, optimizer, scheduler, streams, ema=mean, power=power, thin=thin),
+        Update(trained, optimizer, scheduler, streams, ema=mean, power=method.power_iteration(), thin=thin),
         views=loading.views,
         loss_reduction=loading.loss_reduction,
     )

@@ -4,7 +4,7 @@ Formal guarantees (tests/test_noise.py, test_ledger.py, test_checkpoint.py, test
 - every entry of the sum gets noise of sigma times the sum's own sensitivity, on the first rank, once
 - no rank has a noisy sum before its line in the ledger is durable
 - no noise is used on two sums: a step that comes out differently from what is on record is drawn afresh and charged again
-- correlated noise (correlated.py; tests/test_correlated_runs.py): of each release at most one later one takes something
+- correlated noise (correlated.py; tests/test_correlated_runs.py): at most one later release takes something of each one
   back, and where a step may have been released before, the past is forgotten
 """
 
@@ -44,9 +44,9 @@ class Releases:
         self.discarded = 0  # draws of this step that were on record and came out differently
         self.replay_from = 0
         self._allowed = 0  # releases that are known to fit in the budget
-        self.chain = Chain(mechanism.coefficients)  # of the first rank; the others' stays empty
+        self.chain = Chain(mechanism.coefficients)  # used on the first rank; empty on the others
         self._deal = run_id if mechanism.bands > 1 and run_id != ledger.header.get("run") else None
-        self._coordinates: Coordinates | None = None  # in which its past vectors are
+        self._coordinates: Coordinates | None = None  # the coordinates of its past vectors
 
     # ------------------------------------------------------------------ attempts
 
@@ -59,7 +59,7 @@ class Releases:
         return [*(r["attempt"] for r in recorded), self.ledger.fresh_attempt(step)]
 
     def follow(self, coordinates: Coordinates) -> None:
-        """Before a batch is drawn: past noise goes along to the coordinates of the step."""
+        """Move past noise to the coordinates of the step, before a batch is drawn."""
         if self.chain.length and self._coordinates is not None:
             turning = self._coordinates.turned_into(coordinates)
             if turning is None:
@@ -159,7 +159,7 @@ class Releases:
         ask: dict[str, Any] = {"epsilon": budget.epsilon, "delta": mechanism.delta, "accountant": budget.accountant}
         turns, group = mechanism.sampling.turns(spare), mechanism.charge(step).get("group")
         more = accounting.affordable_steps(mechanism.worst_event(), at_most=turns, spent=ledger.events(), **ask)
-        own = ledger.events(group, deal=self._deal)  # of those who can be in this step
+        own = ledger.events(group, deal=self._deal)  # what the units that can be in this step were charged
         more = more or accounting.affordable_steps(mechanism.event(step), at_most=1, spent=own, **ask)
         self._allowed = ledger.count + more
         if more:

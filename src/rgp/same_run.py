@@ -36,10 +36,10 @@ def find_method(saved: Mapping[str, Any], given: Method | None) -> Method:
 
 
 def find_members(units: Any, unit: Unit, dataset: Any) -> Members | None:
-    """The rows of the saved run's units. Their number is checked here, whose they are with the secret."""
+    """The rows of the saved run's units. The number of units is checked here; which rows are theirs, once the secret is read."""
     if unit.rows is not None:
         if units is not None:
-            raise ValueError("not the run that was saved: it has no units, every row is one; leave units out")
+            raise ValueError("not the run that was saved: it has no units, each row counts on its own; leave units out")
         return None
     if units is None:
         raise ValueError(f"the run protects {unit.describe()}: give units, as before")
@@ -48,8 +48,8 @@ def find_members(units: Any, unit: Unit, dataset: Any) -> Members | None:
     members.check(check_dataset(dataset))
     if (members.unit.size, members.unit.rows_per_unit) != (unit.size, unit.rows_per_unit):
         raise ValueError(
-            f"not the run that was saved: units are {members.unit.size}, of at most {members.unit.rows_per_unit} rows, and were "
-            f"{unit.size}, of at most {unit.rows_per_unit}"
+            f"not the run that was saved: there are {members.unit.size} units of at most {members.unit.rows_per_unit} rows, and "
+            f"there were {unit.size} of at most {unit.rows_per_unit}"
         )
     return members
 
@@ -83,7 +83,7 @@ def check_same_run(
 
 
 def check_header(ledger: Ledger, mechanism: Mechanism) -> None:
-    """The checkpoint's settings are those the ledger's first line tells of."""
+    """Refuse a ledger whose first line describes other settings than the checkpoint."""
     for key, value in mechanism.header().items():
         if key != "version" and _without_version(ledger.header.get(key)) != _without_version(value):
             raise ValueError(

@@ -23,7 +23,7 @@ from rgp.streams import Streams
 class Poisson:
     """Each unit is drawn at each step independently, with probability batch_size / size.
 
-    batch_sizes: of each step, the expected size of a logical batch, which is also the divisor of the noisy sum.
+    batch_sizes: the expected size of each step's logical batch, which is also the divisor of the noisy sum.
     max_batch: a larger draw is cut down to this many units, chosen at random.
     """
 
@@ -53,7 +53,7 @@ class Poisson:
         return draw(streams, step, self.size, self.rate(step), attempt=attempt, max_batch=self.max_batch)
 
     def event(self, rate: float, sigma: float, count: int = 1) -> Event:
-        """What the accountant is told of `count` draws."""
+        """`count` such draws, for the accountant."""
         size = None if self.max_batch is None else self.size
         return Event(rate, sigma, count, max_batch=self.max_batch, dataset_size=size)
 
@@ -67,7 +67,7 @@ class Cyclic:
     """Units are dealt into `bands` groups once; step t draws from group t mod bands alone, so that nobody is drawn twice in
     `bands` steps, as correlated noise needs it (groups.py, docs/correlated-noise.md).
 
-    batch_sizes: of each step, the expected size of a logical batch and the divisor, as for Poisson; all equal here.
+    batch_sizes: the expected size of each step's logical batch and the divisor, as for Poisson; all equal here.
     """
 
     name: ClassVar[str] = "cyclic"
@@ -136,7 +136,7 @@ def draw(
 ) -> np.ndarray:
     """The indices of one logical batch, ascending. May be empty; an empty draw is a step like any other.
 
-    `max_batch` caps the draw: a uniformly random subset of that size is kept, which the accountant has to be told.
+    `max_batch` caps the draw: a uniformly random subset of that size is kept, which the accountant has to know.
     """
     indices = np.flatnonzero(streams.generator("sampling", step, attempt).random(size) < rate)
     if max_batch is not None and len(indices) > max_batch:

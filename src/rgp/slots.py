@@ -90,7 +90,7 @@ class Slot:
         self.used, self.rows = False, rows
 
     def by_unit(self, gradients: Tensor) -> Tensor:
-        """Of rows -> of examples: each unit's mean, where rows belong to units."""
+        """Gradients of rows -> gradients of examples: each unit's mean, where rows belong to units."""
         return gradients if self.rows is None else self.rows.mean(gradients)
 
     def end(self) -> None:
@@ -105,7 +105,9 @@ class CarriedSlot(Slot):
         self.intrinsic = intrinsic
         self.Lt = self.R = torch.empty(0)
         self.sides = "both"
-        self.taps_first: bool | None = None  # how dR_i of a kernel is stored in this logical batch; None: nothing is yet
+        self.taps_first: bool | None = (
+            None  # how dR_i of a kernel is stored in this logical batch; None: nothing is yet
+        )
 
     @property
     def width(self) -> int:

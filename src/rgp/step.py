@@ -41,13 +41,13 @@ from rgp.update import Update
 class Pass:
     """One forward and backward pass: micro-batch number `part` of a logical batch, in its view number `view`."""
 
-    indices: list[int]  # of rows
+    indices: list[int]  # indices of the rows
     part: int
     view: int
     ends_part: bool  # the last pass over its units: view, and piece of a unit that is larger than a micro-batch
     ends_batch: bool
     trial: Trial | None = None  # of a rehearsal: nothing of it is summed
-    group: Group | None = None  # whose the rows are; None: each is a unit of its own
+    group: Group | None = None  # which units the rows belong to; None: each is its own unit
 
     @property
     def examples(self) -> int:
@@ -65,7 +65,7 @@ class Pass:
 
     @property
     def counts(self) -> bool:
-        """Fillers keep sharded ranks in step, and count for nothing."""
+        """Whether this is a filler, which keeps sharded ranks in step and contributes nothing."""
         return not isinstance(self.indices, Filler)
 
 
@@ -103,7 +103,7 @@ class Step:
         self.bad_examples = 0  # dropped for NaN or Inf: private, not covered by the guarantee
         self.unused = set(trained.slots)  # trained parameters that no micro-batch has used: private
         self.sent_bytes = 0  # between ranks, in the last step
-        self._set_aside: dict[str, Tensor] = {}  # weights whose place something else has taken for a pass
+        self._set_aside: dict[str, Tensor] = {}  # weights that something else replaces during a pass
 
     # ------------------------------------------------------------------ Algorithm 1
 
@@ -237,7 +237,7 @@ class Step:
 
     @torch.no_grad()
     def _residual_off(self) -> None:
-        """The paper's ablation: L R in the place of W, until the pass is over."""
+        """The paper's ablation: use L R instead of W until the pass is over."""
         if not self.trained.plan.method.residual:
             for name, slot in self.trained.carried.items():
                 parameter = self.trained.parameters[name]
@@ -269,7 +269,7 @@ class Step:
         self.index, self.adapted = state["step"], state["adapted_clip"]
 
     def restore_noise(self, past: list[Tensor]) -> None:
-        """Correlated noise goes on from these vectors, in the coordinates of the carriers that were loaded."""
+        """Continue correlated noise from these vectors, in the coordinates of the carriers that were loaded."""
         self.gradients.begin_batch(self.mechanism.bound(min(self.index, self.mechanism.steps - 1), self.adapted))
         self.releases.restore([v.to(self.trained.device) for v in past], Coordinates.of(self.gradients))
 

@@ -71,7 +71,7 @@ class Persons:
 
     @property
     def rows(self) -> None:
-        """Of persons, no number of rows is public: one more brings all theirs."""
+        """None: a further person brings all their rows, so the number of rows is not public."""
 
     def describe(self, row: str = "") -> str:
         """In one line, for the card.

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from rgp.accounting import Budget
 from rgp.mechanism import Mechanism, Workload
-from rgp.methods import DPPowerSGD, Method
+from rgp.methods import Method
 from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan
 
@@ -44,7 +44,7 @@ def bands_by_default(
     turning = method.carries and (getattr(method, "keep", 1) == 1 or getattr(method, "sides", None) == "alternate")
     # These look at one release, or at a few of the last, which are noisier; what is calmer is their sum.
     reads_releases = (
-        isinstance(method, DPPowerSGD)
+        method.power_iteration() is not None
         or getattr(method, "source", None) == "momentum"
         or isinstance(optimizer, AdamCorrected)
     )

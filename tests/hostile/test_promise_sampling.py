@@ -58,7 +58,8 @@ def test_steps_attempts_and_units_share_no_draw():
     members = Members([i // 100 for i in range(1000)], rows_per_unit=50)
     chosen = [tuple(members.draw(STREAMS, s, a, u) % 100) for s in range(5) for a in range(2) for u in range(10)]
     assert len(set(chosen)) == len(chosen)
-    together = np.mean([(np.isin(np.arange(400), a) & np.isin(np.arange(400), b)).mean() for a, b in itertools.pairwise(draws)])  # fmt: skip
+    both = [np.isin(np.arange(400), a) & np.isin(np.arange(400), b) for a, b in itertools.pairwise(draws)]
+    together = np.mean([hits.mean() for hits in both])
     assert abs(together - 0.25) < 0.02
 
 

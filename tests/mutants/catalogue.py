@@ -662,8 +662,8 @@ ACCOUNTING = group(
         "lines that look the same count as one",
         (
             "ledger.py",
-            'charged.setdefault(r.get("group"), Counter())[key] += 1',
-            'charged.setdefault(r.get("group"), Counter())[key] = 1',
+            '.setdefault(r.get("group"), Counter())[key] += 1',
+            '.setdefault(r.get("group"), Counter())[key] = 1',
         ),
         by=("test_ledger.py::test_reading_gives_the_same_ledger", SAMPLER),
     ),
@@ -729,8 +729,8 @@ ACCOUNTING = group(
         "the budget is compared with the steps taken, not with the ledger",
         (
             "release.py",
-            "ledger.count + spare <= mechanism.steps or",
-            "step + spare <= mechanism.steps or",
+            "ledger.count + spare <= mechanism.steps and",
+            "step + spare <= mechanism.steps and",
         ),
         by=("test_checkpoint.py::test_doubled_charges_end_the_run_before_the_budget_is_exceeded",),
     ),
@@ -778,6 +778,7 @@ RANKS = group(
 )
 
 RUNS = "test_correlated_runs.py::"
+DEFAULT = "test_correlated_default.py::"
 MATRIX = RUNS + "test_the_noise_of_a_run_is_that_of_the_matrix_mechanism[0.3]"
 GOES_ALONG = RUNS + "test_past_noise_goes_along_when_carriers_turn"
 AFRESH = RUNS + "test_what_cannot_be_computed_again_is_drawn_afresh_and_takes_nothing_back[microbatch]"
@@ -885,6 +886,44 @@ CORRELATED = group(
         by=(TURNS, RUNS + "test_a_budget_is_calibrated_for_the_draws_of_one_group"),
     ),
     mutant(
+        "turns promised away",
+        "what correlated noise is worth is told as if carriers never turned",
+        (
+            "band_choice.py",
+            "    here = noise_in_weights(c, steps, momentum=momentum, rates=rates, stay=stay)",
+            "    here = noise_in_weights(c, steps, momentum=momentum, rates=rates)",
+        ),
+        by=(DEFAULT + "test_no_more_bands_than_steps_for_which_carriers_stay",),
+    ),
+    mutant(
+        "turns that lose nothing",
+        "noise in the weights is predicted as if a chain went on across a turn",
+        ("bands.py", "        if age == 0:", "        if t == 0:"),
+        by=(DEFAULT + "test_noise_with_turns_is_that_of_dense_matrices[3-20-4-0.9]",),
+    ),
+    mutant(
+        "a rate nobody raised",
+        "by default, single steps may become as noisy as they like for Adam",
+        ("workload.py", "CALM if by_default and not isinstance", "math.inf if by_default and not isinstance"),
+        by=(DEFAULT + "test_the_default_keeps_single_steps_calm_for_adam_and_not_for_sgd",),
+    ),
+    mutant(
+        "correlated noise under a cap",
+        "bands are on by default where a drawn batch is capped",
+        ("workload.py", " or max_batch is not None", ""),
+        by=(DEFAULT + "test_elsewhere_noise_is_independent",),
+    ),
+    mutant(
+        "a promise on spent budget",
+        "what bands are worth is computed at the whole budget, although earlier runs have spent of it",
+        (
+            "mechanism.py",
+            "budget.epsilon - accounting.epsilon(spent, delta=delta, accountant=budget.accountant)",
+            "budget.epsilon",
+        ),
+        by=(DEFAULT + "test_what_earlier_runs_spent_is_taken_off_first",),
+    ),
+    mutant(
         "T in place of ceil(T / b)",
         "noise is calibrated as if every example could be in every step",
         ("sampling.py", "return -(-steps // self.bands)", "return steps"),
@@ -903,13 +942,13 @@ CORRELATED = group(
     mutant(
         "a group not charged",
         "epsilon is that of the group that was drawn last for the first time",
-        ("ledger.py", "            most |= counts  #", "            most = counts  #"),
+        ("ledger.py", "                most |= count  #", "                most = count  #"),
         by=(GROUPS,),
     ),
     mutant(
         "a torn line that nobody pays",
         "whose it was is unknown, so nobody is charged",
-        ("ledger.py", "in (total + most).items()", "in (most or total).items()"),
+        ("ledger.py", "total += counts.pop(None, Counter())", "counts.pop(None, Counter())"),
         by=(GROUPS,),
     ),
     mutant(

@@ -151,7 +151,7 @@ def refuted(inverse: Inverse, guessed: Guessed, *, level: float) -> bool:
     for i in range(right, 0, -1):
         more = max(h, inverse(r))
         if more == h:
-            break  # nothing will change any more
+            break  # nothing will change from here on
         r, h = r + (i - 1) / (most - i + 1) * (more - h), more
         if r + h > most / m:
             return True

@@ -1,6 +1,6 @@
 """The privacy card of a run: what was proven about it, and what was not.
 
-It holds nothing that was computed from private data without noise, and says of the privacy unit only what the run's
+It holds nothing that was computed from private data without noise, and says about the privacy unit only what the run's
 mechanism says: what the sampler drew is what is protected.
 """
 
@@ -35,7 +35,7 @@ def unit_of(run: Run, row: str = "") -> str:
 
 
 def counts(run: Run) -> dict[str, Any]:
-    """How many units there were, which is public; of rows only where they are the units."""
+    """How many units there were, which is public; the number of rows only where rows are the units."""
     unit = run.mechanism.unit
     return {"training_rows": unit.rows, "training_units": unit.size, "unit_noun": unit.noun}
 
@@ -82,7 +82,7 @@ def make_card(
         "preprocessing": {str(k): _plain(v) for k, v in (preprocessing or {}).items()},
         "not_covered": [*mechanism.unit.not_covered(), *NOT_COVERED],
         "audit": None,  # filled in by `rgp audit --run`
-        "attack_run": False,  # whether `rgp attack` was; its results are about private rows, and never here
+        "attack_run": False,  # whether `rgp attack` was run; its results are about private rows, and never on the card
         "ledger": {"releases": run.ledger.count, "head": run.ledger.head},
         "code": {"rgp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),

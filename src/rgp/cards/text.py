@@ -120,4 +120,4 @@ def _randomness(card: dict[str, Any]) -> str:
     if card["seed_known"]:
         return "from a seed that was given"
     source = "a cryptographic generator" if card["secure_noise"] else "numpy's Philox"
-    return f"{source}, keyed with 256 bits from the operating system that nobody has seen"
+    return f"{source}, keyed with 256 secret bits from the operating system"

@@ -17,7 +17,7 @@ from rgp.plan import Plan
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of what accelerate's `prepare` returns."""
+    """The optimizer inside the wrapper that accelerate's `prepare` returns."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if type(optimizer).__name__ == "AcceleratedOptimizer" and inner is not None else optimizer
 
@@ -25,7 +25,7 @@ def unwrapped(optimizer: Any) -> Any:
 def check_arguments(
     model: Any, optimizer: Any, method: Any, scheduler: Any, budget: Any, public_loss: Callable[[], Tensor] | None
 ) -> None:
-    """What a user gave is of the right kind, and goes together."""
+    """Refuse arguments of the wrong kind, and those that do not go together."""
     if not isinstance(method, Method):
         raise TypeError(f"method must be one of rgp's methods, such as rgp.RGP(rank=8); got {method!r}")
     if not isinstance(model, nn.Module):
@@ -45,7 +45,7 @@ def check_arguments(
         raise TypeError(f"scheduler must have a step() method; got {scheduler!r}")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
-            "scheduler is a ReduceLROnPlateau: a rate that follows a metric. On private rows that is a use of them without "
+            "scheduler is a ReduceLROnPlateau: a rate that follows a metric. On private rows that uses them without "
             "noise. Take a schedule that is known beforehand; or, with a metric on public rows, call its step(metric) "
             "yourself and leave scheduler out."
         )
@@ -56,7 +56,7 @@ def check_arguments(
 
 
 def check_trainable(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """The plan can be followed on this model, with this optimizer."""
+    """Refuse a plan that cannot be carried out on this model with this optimizer."""
     check_plan(model, plan)
     check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
 

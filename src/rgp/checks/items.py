@@ -1,4 +1,4 @@
-"""Examples and batches of any kind, as the rehearsal sees them: what is in them, how they differ, which to replace by which."""
+"""Examples and batches of any kind, as the rehearsal sees them: their content, how they differ, which to replace by which."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def is_finite(item: Any) -> bool:
 
 
 def length(item: Any) -> int:
-    """Its size, before it is padded."""
+    """The size of an item before it is padded."""
     return sum(
         leaf.numel() if isinstance(leaf, Tensor) else len(leaf) if isinstance(leaf, str) else 1
         for leaf in _values(item)

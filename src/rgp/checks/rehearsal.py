@@ -1,6 +1,6 @@
-"""The rehearsal: does one example move another's gradient? The loop's own body is asked, before anything is released.
+"""The rehearsal: does one example move another's gradient? The loop's own body is tried out, before anything is released.
 
-Clipping bounds an example's influence only if its gradient does not depend on the others. No list of operations can tell:
+Clipping bounds an example's influence only if its gradient does not depend on the others. No list of operations can cover this:
 batch statistics, a loss of shape (m, m), a mean over whichever labels are there, padding that counts, a collate_fn that
 mixes. So, before its first batch, the loop is handed a few small batches, whose per-example gradients are compared and
 thrown away; and again, with other examples, after one step (weights that were zero have moved), four, sixteen and so on
@@ -16,7 +16,7 @@ thrown away; and again, with other examples, after one step (weights that were z
                have in common, and what differs from seed to seed, is randomness that examples share. Which of them
                share it depends on who else was drawn, so it must not be
 
-In micro-batches of one, where no example can meet another, it is asked whether the loop keeps something of the batches before.
+In micro-batches of one, where no example can meet another, the question is whether the loop keeps anything from earlier batches.
 
 Dropout of activations is left out in all of them. All trials see the same random numbers (copies aside), and afterwards
 Python's, numpy's and torch's generators are as they were, and so are the model's buffers.
@@ -65,7 +65,7 @@ class CannotTellError(Exception):
 
 
 class Rehearsal:
-    """Asked by the loop: `for trial in rehearsal.trials(): ...`, which raises if examples are not kept apart.
+    """Used by the loop: `for trial in rehearsal.trials(): ...`, which raises if examples are not kept apart.
 
     together: where passes are collective, whether something holds on all ranks.
     """
@@ -133,7 +133,7 @@ class Rehearsal:
             return
 
         for number in range(OTHERS):
-            rest = spare[number * (m - m // 2) :] + spare  # other ones each time, as long as there are any
+            rest = spare[number * (m - m // 2) :] + spare  # new ones each time, as long as there are any
             swapped = [*chosen[: m // 2], *replacements(items, chosen[m // 2 :], rest)]
             others = self._trial(items, swapped)
             yield others
@@ -187,11 +187,11 @@ class Rehearsal:
         if size == 1:
             return []
         found = list(zip(indices, items, strict=True))
-        # a NaN in one place would be everywhere, and hide the rest
+        # one NaN would spread everywhere, and hide the rest
         finite = [pair for pair in found if is_finite(pair[1])]
         found = finite if len(finite) > 1 else found
         if all(are_equal(found[0][1], item) for _, item in found[1:]):
-            raise CannotTellError("the examples that were looked at are all alike")
+            raise CannotTellError("the examples that were looked at are all the same")
         found.sort(key=lambda pair: length(pair[1]))
         if len(found) > EXAMPLES:
             # short ones, and the longest; the largest comes last: a running maximum shows when it is met
@@ -233,7 +233,7 @@ class Rehearsal:
         )
 
     def _trial(self, items: list[Any], which: list[int], number: int = 0) -> Trial:
-        """Of these items, loaded together where the dataset loads several at once: its transform may see the whole batch."""
+        """A batch of these items, loaded together where the dataset loads several at once: its transform may see them all."""
         seed = self._seed(number)
         many = getattr(self._dataset, "__getitems__", None)
         collate = self._loading.collate_fn or default_collate
@@ -263,7 +263,7 @@ class Rehearsal:
         same_shapes = shapes_of(one.batch) == shapes_of(two.batch)
         change, name = moved(one, two, stayed)
         tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) * (1 if same_shapes else _of_other_shapes())
-        # random numbers of another shape are others, for every example
+        # random numbers of another shape differ, for every example
         apart = change <= tolerance or (one.drew and not same_shapes)
         if change > tolerance:
             self._check_reduction(one, two)
@@ -293,7 +293,7 @@ class Rehearsal:
         tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) if tolerance is None else tolerance
         if not another_rank and moved(one, again, list(range(len(chosen))))[0] > tolerance:
             raise UnsupportedError(
-                "the loop gave other gradients for the same examples when it was asked again, under the same random numbers. It "
+                "the loop gave other gradients for the same examples when it ran again, under the same random numbers. It "
                 "keeps something of earlier batches (a queue, running statistics), or draws from a generator of its own: take "
                 f"torch's, which the run seeds. {self._released} (probe=False leaves this check out.) See docs/pitfalls.md."
             )

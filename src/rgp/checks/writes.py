@@ -1,10 +1,10 @@
 """Does the loop write into the model? What it leaves in a parameter or a buffer is private data without noise.
 
-A buffer that ends equal whatever the examples are (a counter of steps, a temperature that falls) tells nothing of them. The
-rehearsal finds out: before each of its trials the buffers are as they were, and afterwards their contents are compared.
+A buffer that ends up the same whatever the examples are (a counter of steps, a falling temperature) reveals nothing about them.
+The rehearsal finds out: before each of its trials the buffers are as they were, and afterwards their contents are compared.
 
-What the loop does where `run.step` returns True is not rehearsed. If it changes the model there, that is said once: a clamp or a
-schedule follows from what was released, and class centres do not; nobody can tell from here.
+What the loop does where `run.step` returns True is not rehearsed. If it changes the model there, one warning says so: a clamp or
+a schedule follows from what was released, class centres do not, and the two look the same from here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Writes:
         self._bits: Tensor | None = None
         self._kept: list[tuple[Place, Tensor, Tensor]] | None = None  # buffers as they were before a rehearsal
         self._ends: list[Tensor] | None = None  # as its first trial left them
-        self.harmless: set[str] = set()  # buffers that were seen to change, alike for all examples
-        self._clamped: set[str] = set()  # parameters that the loop was seen to change, alike for all examples
+        self.harmless: set[str] = set()  # buffers that changed, in the same way for all examples
+        self._clamped: set[str] = set()  # parameters that the loop changed, in the same way for all examples
         self._left: dict[tuple[str, int], int] = {}  # in this rehearsal: a parameter before a trial -> after it
         self._settled: list[tuple[Tensor | None, int]] | None = None  # as the optimizer's last step left them
 
@@ -48,7 +48,7 @@ class Writes:
 
     def _now(self) -> list[tuple[Tensor | None, int]]:
         tensors = [place.get(leaf) for _, place, leaf in self._places]
-        with torch._C.DisableTorchFunction():  # the capture need not see hundreds of looks at version counters
+        with torch._C.DisableTorchFunction():  # so that the capture does not see hundreds of reads of version counters
             return [(t, -1 if t is None or t.is_inference() else t._version) for t in tensors]
 
     def start(self, *, closely: bool = False) -> None:
@@ -65,7 +65,7 @@ class Writes:
             )
 
     def weights(self) -> Tensor | None:
-        """Tells whether parameters are what they were, if they are looked at closely."""
+        """A digest that shows whether parameters are unchanged, if they are examined closely."""
         if self._bits is None:
             return None
         return self._bits[[isinstance(place.get(leaf), nn.Parameter) for _, place, leaf in self._places]]
@@ -109,7 +109,7 @@ class Writes:
 
     @contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """For the time of a rehearsal; it leaves no trace in the buffers."""
+        """Keep a rehearsal from leaving anything in the buffers."""
         self._put_back()  # a loop that was left in the middle of a rehearsal
         with torch.no_grad(), torch._C.DisableTorchFunction():
             kept = self._kept = [
@@ -169,7 +169,7 @@ class Writes:
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
-    """Also where there are NaN."""
+    """Whether two tensors are equal, NaN included."""
     return (
         one.shape == two.shape and one.dtype == two.dtype and bool(((one == two) | ((one != one) & (two != two))).all())
     )

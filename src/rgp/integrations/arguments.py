@@ -112,9 +112,10 @@ class PrivacyArguments:
         default=None, metadata={"help": "With units: examples of a person that a step uses at most. Default: 8."}
     )
     log_loss: bool = field(
-        default=True,
+        default=False,
         metadata={
-            "help": "Log the training loss. It comes from private data without noise: epsilon does not cover it."
+            "help": "Log the training loss too, also to W&B, MLflow or TensorBoard where report_to names them. It comes from "
+            "private data without noise: epsilon does not cover it."
         },
     )
 
@@ -200,7 +201,7 @@ def refuse(args: Any) -> None:
         (
             "include_num_input_tokens_seen",
             getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False),
-            "how many tokens were seen tells of the private texts",
+            "the number of tokens seen depends on the private texts",
         ),
         (
             "lr_scheduler_type",
@@ -221,7 +222,7 @@ def refuse(args: Any) -> None:
 
 
 def taken_over(args: Any, privacy: PrivacyArguments, batch_size: int, rate: float) -> list[str]:
-    """What is done in place of what ordinary training would do with these arguments, for the log."""
+    """What private training does differently with these arguments, for the log."""
     each = "example" if privacy.units is None else "person"
     said = [
         f"sampling: Poisson, each {each} on its own with probability {rate:.4g}, in place of the Trainer's own sampler",

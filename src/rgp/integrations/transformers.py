@@ -430,7 +430,7 @@ class PrivateTrainer(ExampleLosses):
 
 
 def find_members(dataset: Any, column: str, rows_per_unit: int | None) -> Members:
-    """The units that a column of the dataset tells of; or a key of its items, where it has no columns."""
+    """The units in a column of the dataset; or in a key of its items, where it has no columns."""
     names = getattr(dataset, "column_names", None)
     if names is None and isinstance(dataset[0], dict):
         names = list(dataset[0])

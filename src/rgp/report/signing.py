@@ -22,8 +22,8 @@ def signing_sheet(run: RecordedRun) -> Html:
             f"Whether any one {noun} was in the training data or not, the published model would be almost the same. ",
             _how_much(run, noun),
             f" This is proven, for every attack, known or not; it may fail altogether with a probability of "
-            f"{words.odds(delta)}. Experts write it as ε = {words.epsilon_text(spent)} at δ = {words.small(delta)}, and would call "
-            f"it {words.strength(spent)}.",
+            f"{words.odds(delta)}. Experts write it as ε = {words.epsilon_text(spent)} at δ = {words.small(delta)}, and would "
+            f"call it {words.strength(spent)}.",
         ),
         tag(
             "div",
@@ -57,16 +57,22 @@ def _record(run: RecordedRun) -> list[str]:
     units, noun = words.units(run), words.noun(run)
     said = [f"Protected is {run.text('unit') or f'one {noun}'}" + (f", out of {words.whole(units)}." if units else ".")]
     if run.problems:
-        said.append("Something does not add up: see “This needs your attention”. Do not sign before that is cleared up.")
+        said.append(
+            "Something does not add up: see “This needs your attention”. Do not sign before that is cleared up."
+        )
     else:
         said.append("Every release is on record, the record is complete, and it adds up to the ε above.")
     if run.summary.get("finished") is False:
         said.append("The training was stopped early; ε is what it had spent by then.")
     if run.summary.get("seed") is not None:
-        said.append("A seed was set by hand: whoever knows it can undo the protection. That is for trials, not for release.")
+        said.append(
+            "A seed was set by hand: whoever knows it can undo the protection. That is for trials, not for release."
+        )
     else:
         said.append("The random numbers came from the operating system; nobody has seen them.")
-    said.append("An audit was run; its result is below." if run.audit else "No audit was run: the promise rests on the proof.")
+    said.append(
+        "An audit was run; its result is below." if run.audit else "No audit was run: the promise rests on the proof."
+    )
     if not run.publishable_accuracy:
         said.append("The accuracy shown was measured on private data. It may not be published.")
     return said

@@ -218,7 +218,7 @@ def _check_names(data: DataConfig, model: ModelConfig, mistakes: Mistakes) -> No
         holds, wanted = ("texts", "a Hugging Face model") if images else ("images", f"one of {', '.join(IMAGE_MODELS)}")
         mistakes.add(f"model.name = {model.name}: {data.name} holds {holds}; the model must be {wanted}", "model.name")
     if data.units is not None and data.name in IMAGES:
-        words = f"data.units = {data.units}: {data.name} does not say whose an image is; units need a table, so this must be null"
+        words = f"data.units = {data.units}: {data.name} has no persons; units need a table, so this must be null"
         mistakes.add(words, "data.units")
     if model.width is not None and model.name not in ("small-cnn", "tiny-cnn", "mlp"):
         words = f"model.width = {model.width}: is for small-cnn, tiny-cnn and mlp; {model.name} has its own, so this must be null"

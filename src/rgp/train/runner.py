@@ -207,7 +207,7 @@ class Session:
     # ------------------------------------------------------------------ the loop
 
     def train(self, run: Run, board: Board | None = None) -> None:
-        """Take all steps that are left. Raises Interrupted, once the run is saved, if somebody asked to stop."""
+        """Take all steps that are left. Raises Interrupted, once the run is saved, if it was asked to stop."""
         parts, progress, model = self.parts, self.progress, self.parts.model
         curve = EpsilonSoFar(run) if self.config.private and run.ranks.first else None
         meter = MemoryMeter("cuda" if parts.device.type == "cuda" else "cpu")

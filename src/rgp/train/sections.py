@@ -71,7 +71,7 @@ class DataConfig:
     units: str | None = key(
         None,
         string(),
-        "column that says whose a row is: persons are protected, not rows; with unit block also document",
+        "column with the person a row belongs to: persons are protected, not rows; with unit block also document",
     )
     rows_per_unit: int = key(ROWS_PER_UNIT, whole(1), "with units: rows of a person that a step uses at most")
     image_size: int | None = key(None, whole(1), "height and width that the images of a folder are resized to")
@@ -127,10 +127,12 @@ class MethodConfig:
     state: str | None = key(
         None,
         choice("full", "thin"),
-        "the optimizer's, of carried weights: full-size, or in released coordinates (full)",
+        "the optimizer's state of carried weights: full-size, or in released coordinates (full)",
     )
     rounding: str | None = key(
-        None, choice("nearest", "stochastic", "compensated"), "state thin: of updates to weights of 16 bits (nearest)"
+        None,
+        choice("nearest", "stochastic", "compensated"),
+        "with state thin: how updates to 16-bit weights are rounded (nearest)",
     )
     norm: str | None = key(None, choice("intrinsic", "paper"), "which norm is clipped (intrinsic)")
     head_scale: float = key(1.0, number(0, above=True), "multiplies the head's gradient before clipping")

@@ -34,7 +34,7 @@ def epsilon(trials: Sequence[Trial], law: Law, *, delta: float, accountant: str 
 
     Formal guarantees (tests/tuning/test_tuning_accounting.py):
     - an upper bound, for the best of K trials with all that the training and the score of each released
-    - nothing is promised for what is known of the other trials, their number included
+    - nothing is promised if anything else is known about the other trials, their number included
     - a trial without noise makes it infinite
     """
     check_probability("delta", delta)
@@ -58,7 +58,7 @@ def epsilon(trials: Sequence[Trial], law: Law, *, delta: float, accountant: str 
 
 
 def search_profile(trials: Sequence[Trial], law: Law, *, delta: float, accountant: str = "pld") -> SearchProfile | None:
-    """delta: for which the grid of the privacy losses is made fine enough. None if the accountant has no profiles."""
+    """The profile of the search, on a grid fine enough for `delta`; None if the accountant has no profiles."""
     profile = trial_profile(trials, delta=delta, accountant=accountant)
     return None if profile is None else SearchProfile.of(law, profile)
 
@@ -88,7 +88,7 @@ def calibrate(
         return _cost(list(trials_at(k / RESOLUTION)), law, delta, accountant)
 
     def rough(k: int) -> float:
-        """Milliseconds; of the costliest kind."""
+        """The cost of the costliest kind, in milliseconds of work."""
         kinds = {merge(trial) for trial in trials_at(k / RESOLUTION)}
         return max(_cost([kind], law, delta, RDP.name) for kind in kinds)
 
