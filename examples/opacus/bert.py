@@ -69,7 +69,7 @@ run = rgp.privatize(
     clip=0.1,  # and its max_grad_norm
     batch_size=200,
     microbatch_size=200,
-    epochs=5,
+    epochs=10,
     collate_fn=collate,
 )
 with run:
