@@ -65,6 +65,7 @@ run = rgp.privatize(
     optimizer,
     sentences(2000, seed=1),
     method=rgp.DPSGD(),
+    bands=1,  # independent noise, as in Opacus
     budget=rgp.Budget(epsilon=7.5, delta=1e-4),  # the tutorial's epsilon
     clip=0.1,  # and its max_grad_norm
     batch_size=200,

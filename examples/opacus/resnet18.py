@@ -62,6 +62,7 @@ run = rgp.privatize(
     optimizer,
     images(1500, seed=1),
     method=rgp.RGP() if args.rgp else rgp.DPSGD(),
+    bands=1,  # independent noise, as in Opacus
     budget=rgp.Budget(epsilon=50.0, delta=1e-5),  # the tutorial's, in make_private_with_epsilon
     clip=1.2,  # max_grad_norm
     batch_size=150,
