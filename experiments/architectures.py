@@ -12,6 +12,7 @@ time limit. Models that cast to float32 on the way are kept in float64, or round
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import multiprocessing
@@ -96,6 +97,8 @@ LISTS: dict[str, list[Any]] = {
 }
 _SWIN = {"depths": [1, 1], "num_heads": [1, 2], "embed_dim": 8, "window_size": 4, "num_layers": 2}
 _BAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2}
+_HEADS = {"head_dim": 8, "num_key_value_heads": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {  # where sizes by name do not fit together
     **dict.fromkeys(("SwinForImageClassification", "Swinv2ForImageClassification"), _SWIN),
     "DonutSwinForImageClassification": _SWIN,
@@ -106,8 +109,26 @@ OVERRIDES: dict[str, dict[str, Any]] = {  # where sizes by name do not fit toget
     "EsmForSequenceClassification": {"vocab_size": 48},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 8, "n_groups": 2},
-    **dict.fromkeys(("BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM"), _BAMBA),
+    **dict.fromkeys(("BambaForCausalLM", "GraniteMoeHybridForCausalLM"), _BAMBA),
+    "FalconH1ForCausalLM": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 2},
     "GPTJForSequenceClassification": {"rotary_dim": 4},
+    "ASTForAudioClassification": {"max_length": 24, "num_mel_bins": 16, "frequency_stride": 8, "time_stride": 8},
+    "CohereCompassTextForSequenceClassification": {"rope_parameters": {"full_attention": _ROPE}},
+    "ConvBertForSequenceClassification": {"conv_kernel_size": 3},
+    "NystromformerForSequenceClassification": {"conv_kernel_size": 3, "num_landmarks": 4, "segment_means_seq_len": 8},
+    "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "LayoutLMv3ForSequenceClassification": {"coordinate_size": 2, "shape_size": 4, "visual_embed": False},
+    "XmodForSequenceClassification": {"default_language": "en_XX"},
+    "ReformerForSequenceClassification": {
+        "axial_pos_embds": False,
+        "lsh_attn_chunk_length": 4,
+        "local_attn_chunk_length": 4,
+    },
+    "Gemma3nForCausalLM": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+    "HunYuanDenseV1ForSequenceClassification": _HEADS,
+    "HunYuanMoEV1ForSequenceClassification": _HEADS,
+    "MinistralForSequenceClassification": _HEADS,
+    "NemotronForSequenceClassification": _HEADS,
 }
 
 
@@ -148,10 +169,14 @@ def shrink(config: Any) -> None:
             config.num_feat_extract_layers = 2
 
 
-def build(name: str) -> torch.nn.Module:
+def _class_of(name: str) -> Any:
     import transformers
 
-    kind = getattr(transformers, name)
+    return getattr(transformers, name)
+
+
+def build(name: str) -> torch.nn.Module:
+    kind = _class_of(name)
     config = kind.config_class()
     shrink(config)
     for option, value in OVERRIDES.get(name, {}).items():
@@ -173,6 +198,9 @@ def inputs(kind: str, model: torch.nn.Module) -> dict[str, Tensor]:
         side = side if isinstance(side, int) else side[0]
         channels = getattr(config, "num_channels", 3)
         return {"pixel_values": torch.randn(EXAMPLES, channels, side, side, generator=generator, dtype=torch.float64)}
+    if kind == "audio" and hasattr(model.config, "num_mel_bins") and model.main_input_name != "input_features":
+        shape = (EXAMPLES, model.config.max_length, model.config.num_mel_bins)
+        return {model.main_input_name: torch.randn(shape, generator=generator, dtype=torch.float64)}
     if kind == "audio":
         return {model.main_input_name: torch.randn(EXAMPLES, WAVE, generator=generator, dtype=torch.float64)}
     ids = torch.randint(4, 40, (EXAMPLES, LENGTH), generator=generator)
@@ -274,6 +302,8 @@ def _child(kind: str, name: str, lora: bool, pipe: Any) -> None:
 def with_limit(kind: str, name: str, seconds: float, lora: bool = False) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
+    with contextlib.suppress(Exception):  # imported here, what architectures share is imported once
+        _class_of(name)
     process = context.Process(target=_child, args=(kind, name, lora, there), daemon=True)
     process.start()
     try:

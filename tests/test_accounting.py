@@ -409,7 +409,7 @@ def test_the_quick_epsilon_of_more_than_was_planned():
 def test_epsilon_at_every_step_is_quick(monkeypatch):
     """The work is done once for each rung, on the coarse grid."""
     asked = []
-    monkeypatch.setattr(accounting, "coarse_epsilon", lambda merged, delta: asked.append(merged) or 1.0)
+    monkeypatch.setattr(accounting, "coarse_bound", lambda merged, delta, accountant: asked.append(merged) or 1.0)
     for count in range(1, 2001):
         accounting.quick_epsilon([Event(0.01, 1.0, count)], delta=1e-5)
     assert len(set(asked)) < 250

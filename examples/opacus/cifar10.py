@@ -64,6 +64,7 @@ run = rgp.privatize(
     optimizer,
     images(size, seed=1),
     method=rgp.DPSGD(),
+    bands=1,  # independent noise, as in Opacus
     budget=rgp.Budget(epsilon=8.0, delta=1e-4),  # make_private_with_epsilon
     clip=1.0,
     batch_size=batch_size,

@@ -20,12 +20,11 @@ from rgp.torchstate import seed_others
 from rgp.validate import check_count, check_one_of
 
 REDUCTIONS = ("mean", "sum", "none")
-DEFAULT_MICROBATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """microbatch_size: examples per forward and backward pass; None: the expected batch, at most 32
+    """microbatch_size: examples per forward and backward pass; None: microbatch.py chooses
     views, augment: passes over each micro-batch, and what makes another view of it
     loss_reduction: how the loss of a micro-batch was reduced over its examples
     collate_fn, workers, pin_memory: as for torch's DataLoader

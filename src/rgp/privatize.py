@@ -29,10 +29,11 @@ from rgp.distributed import Ranks, find_ranks
 from rgp.earlier import check_all_named, earlier_runs, remember
 from rgp.ema import WeightMean
 from rgp.ledger import Ledger
-from rgp.loading import DEFAULT_MICROBATCH, Loading
+from rgp.loading import Loading
 from rgp.mechanism import FloatSchedule, Mechanism, plan_mechanism
 from rgp.members import as_members
 from rgp.methods import RGP, Method
+from rgp.microbatch import choose_microbatch
 from rgp.noise import NoiseSource, noise_source
 from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan, make_plan
@@ -111,7 +112,8 @@ def privatize(
     views, augment: the loop gets every micro-batch `views` times, each time through augment(batch), and an example's
         gradient is the mean over its views, before clipping. Memory does not grow with them.
     ema: decay of a running mean of the weights, kept beside them; `with run.averaged():` puts it in their place.
-    microbatch_size: rows per forward and backward pass; memory grows with it, the result does not depend on it.
+    microbatch_size: rows per forward and backward pass; memory grows with it, the result does not depend on it. By default
+        32 to 256, by the size of the model and of the first row.
     max_batch: cap on a drawn batch, with the accounting that belongs to it.
     bands: over how many steps noise is correlated: each step takes back part of what earlier ones added, so that less of it
         stays in the weights. 1 is independent noise; "auto" finds the best number for a budget, and run.mechanism says
@@ -247,7 +249,7 @@ def assemble(
     ranks = Ranks() if ranks is None else ranks
     if loading.microbatch_size is None:
         most = max(map(mechanism.batch_size, range(mechanism.steps))) * mechanism.unit.rows_per_unit
-        loading = replace(loading, microbatch_size=min(most, DEFAULT_MICROBATCH))
+        loading = replace(loading, microbatch_size=choose_microbatch(dataset, plan, most))
     trained = TrainedModel(model, plan, views=loading.views, slot=slot)
     trained.sharding.check(
         public_loss=public_loss is not None,

@@ -18,6 +18,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.py"))
 NEEDS = {
     "causal_lm": "transformers",
+    "bert": "transformers",
     "huggingface": "transformers",
     "trainer": "accelerate",
     "loop": "sklearn",
