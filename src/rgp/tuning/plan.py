@@ -108,7 +108,7 @@ class Plan:
             score=Score(**found["score"]),
             space=found["space"],
             dataset_size=found["dataset_size"],
-            unit=found["unit"],
+            unit=found.get("unit", "row"),
             shapes=tuple(Shape(*row) for row in found["shapes"]),
             noise={shape: row["noise_multiplier"] for shape, row in kinds},
             alone={shape: row["noise_multiplier_of_one_run"] for shape, row in kinds},
