@@ -16,7 +16,7 @@ from rgp.cards import card_text, short_unit
 from rgp.data import DataError, DataSpec, load
 from rgp.train import config, runner
 from rgp.train.progress import Silent
-from tiny_language import Words, sentence
+from tiny_language import Words, sentence, write_as_table
 
 PEOPLE, EACH = 30, 20
 
@@ -63,14 +63,7 @@ def test_columns_that_cannot_be_right(tmp_path):
 def test_tables_of_every_kind_have_units(tmp_path, ending):
     rows = [{"user": f"u{i % 12}", "text": f"film {i}", "label": str(i % 2)} for i in range(60)]
     path = tmp_path / f"a.{ending}"
-    if ending == "jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)))
-    elif ending == "parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        mark = "," if ending == "csv" else "\t"
-        path.write_text("\n".join([mark.join(rows[0]), *(mark.join(row.values()) for row in rows)]))
+    write_as_table(path, rows)
     data = load(DataSpec(name=str(path), tokenizer=Words(), units="user"))
     assert data.members.rows == len(data.train) == 5 * data.units
 
@@ -159,7 +152,7 @@ def test_card_report_and_summary_say_what_a_unit_is_because_the_sampler_did_it(t
 
 
 def test_nothing_in_a_run_folder_tells_how_many_rows_somebody_has(trained):
-    """Of files that may be published: all numbers are the same with and without 37 more rows of one person."""
+    """In files that may be published, all numbers are the same with and without 37 more rows of one person."""
     (one, first), (two, second) = trained[0], trained[37]
     changing = {"wall_seconds", "step_seconds", "peak_memory_bytes", "ledger_head", "accuracy", "dataset", "seed"}
     assert {k: v for k, v in one.items() if k not in changing} == {k: v for k, v in two.items() if k not in changing}

@@ -49,7 +49,7 @@ class Pool:
         return "row" if self.data.members is None else self.data.members.unit.noun
 
     def mean(self, values: np.ndarray) -> np.ndarray:
-        """Of values (m,) of rows, the mean over those of each unit (n,)."""
+        """The mean of the rows' values (m,) over the rows of each unit: (n,)."""
         return np.bincount(self.owner, values) / np.bincount(self.owner)
 
     def rows(self, chosen: np.ndarray | None = None) -> PooledRows:

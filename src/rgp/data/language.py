@@ -36,7 +36,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class Documents:
-    """texts, and whose they are (None: each is its own)."""
+    """texts, and the unit of each (None: each is its own)."""
 
     texts: list[str]
     ids: Sequence[Any] | None
@@ -44,7 +44,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Tokens of the examples, and whose they are."""
+    """Tokens of the examples, and the unit of each."""
 
     rows: list[np.ndarray]
     ids: Sequence[Any] | None
@@ -122,7 +122,7 @@ def row_words(spec: DataSpec) -> str:
 
 
 def read_documents(path: Path, spec: DataSpec) -> Documents:
-    """Texts, and whose each is if `units` says so."""
+    """Texts, and the unit of each if `units` names one."""
     if spec.units == "document" and spec.unit != "block":
         raise DataError(
             f"units='document' goes with unit='block'; with unit={spec.unit!r} an example is no part of one."
@@ -159,7 +159,7 @@ def read_documents(path: Path, spec: DataSpec) -> Documents:
 
 
 def _split(documents: Documents, tokenizer: Any, spec: DataSpec, source: str) -> list[Documents]:
-    """Each document on a side of its own; all documents of a person on one side. Those without tokens are nobody's."""
+    """Each document on a side of its own; all documents of a person on one side. Those without tokens are left out."""
     texts, ids = documents.texts, documents.ids
     if spec.unit != "block":
         long = [len(row) > 1 for row in _token_ids(tokenizer, texts, spec)]

@@ -78,7 +78,7 @@ def text_data(
 ) -> Data:
     """`parts`: for train, test and further tests (named in `more`): text columns (one list of texts each) and labels.
 
-    members: whose the training texts are, and the test texts; how many texts there are is then private, and not in the
+    members: the units of the training texts, and of the test texts; the number of texts is then private, and not in the
     description.
     """
     tokenizer = find_tokenizer(spec, source)
@@ -120,7 +120,7 @@ def pad_token(tokenizer: Any) -> int:
 
 
 def check_texts(columns: Sequence[Sequence[Any]], source: str) -> None:
-    """Every value is a text."""
+    """Check that every value is a text."""
     for values in columns:
         for number, value in enumerate(values, 1):
             if not isinstance(value, str):

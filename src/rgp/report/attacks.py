@@ -60,9 +60,9 @@ def better_than_a_coin(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
         if rate is not None and error is not None:
             (found if rate > 0.5 + 2 * error else lost).append(name)
     if found and lost:
-        return f"More right guesses than a coin has: {', '.join(found)}. No more than a coin: {', '.join(lost)}. "
+        return f"More right guesses than a coin: {', '.join(found)}. No more than a coin: {', '.join(lost)}. "
     if found:
-        return f"More right guesses than a coin has: {', '.join(found)}. "
+        return f"More right guesses than a coin: {', '.join(found)}. "
     return "No row here has more right guesses than a coin: nothing was found out. " if lost else ""
 
 

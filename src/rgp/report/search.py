@@ -20,7 +20,7 @@ Found = dict[str, Any]
 
 
 def search_page(found: Found, card: Found | None, name: str) -> Html:
-    title = f"{name}: a search that is paid for"
+    title = f"{name}: a private search"
     head = tag(
         "head",
         Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
@@ -33,7 +33,7 @@ def search_page(found: Found, card: Found | None, name: str) -> Html:
     main = tag("main", _tiles(found), _promise(found, card), _best(found["best"]), _search(found), _not_covered(card))
     footer = tag(
         "footer",
-        f"Written by rgp {__version__}. This page may be published: it says nothing of the trials that were not the best, not "
+        f"Written by rgp {__version__}. This page may be published: it says nothing about the trials that were not the best, not "
         "even how many there were. It needs no network and loads nothing.",
     )
     return join(Html("<!doctype html>\n"), tag("html", head, tag("body", header, main, footer), lang="en"), Html("\n"))
