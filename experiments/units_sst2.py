@@ -2,9 +2,8 @@
 
     python experiments/units_sst2.py group --data FOLDER               how well the rule does: rows grouped, sizes of groups
     python experiments/units_sst2.py write --data FOLDER --out FOLDER  train.jsonl with a column `unit`; validation.jsonl
-    python experiments/units_sst2.py runs --data FOLDER --out FOLDER   accuracy for k = 1, 2, 4, 8 at one epsilon
 
-FOLDER of --data holds sst2/ and minilm/ (`rgp data get sst2 minilm --to FOLDER`).
+FOLDER of --data holds sst2/ (`rgp data get sst2 --to FOLDER`). Accuracy against k: units_accuracy.py.
 
 The rule: a row whose words stand in a longer row, side by side, is a phrase of it. Rows that stand in no longer row are
 taken for sentences, and every other row belongs to a sentence that has it: to the shortest one, where several do. Phrases
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -93,52 +91,17 @@ def write(data: Path, out: Path) -> None:
             file.write(json.dumps({"sentence": text, "label": label}) + "\n")
 
 
-def run(data: Path, out: Path, *, ks: list[int], epsilon: float, steps: int, batch: int, seed: int) -> None:
-    """Equal epsilon, steps and batch (of sentences): only the number of rows that a sentence is heard with differs."""
-    from rgp.train import config, runner
-    from rgp.train.progress import for_stream
-
-    if not (out / "data" / "train.jsonl").exists():
-        write(data, out / "data")
-    for k in ks:
-        changes = [
-            *(f"data.name={out / 'data'}", "data.text=sentence", "data.units=unit", f"data.rows_per_unit={k}"),
-            *(f"model.name={data / 'minilm'}", f"budget.epsilon={epsilon}", "training.epochs=null"),
-            *(f"training.steps={steps}", f"training.batch_size={batch}", f"run.seed={seed}"),
-        ]
-        settings = config.load(preset="sst2-minilm-rgp", changes=changes)
-        began = time.monotonic()
-        summary = runner.train(settings, out / f"k{k}-e{epsilon:g}-s{seed}", progress=for_stream())
-        line = {
-            "k": k,
-            "epsilon": summary["epsilon"],
-            "accuracy": summary["accuracy"],
-            "sigma": summary["noise_multiplier"],
-        }
-        print(json.dumps({**line, "seed": seed, "seconds": round(time.monotonic() - began)}), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("group", "write", "runs"))
-    parser.add_argument("--data", type=Path, required=True, help="folder with sst2/ and minilm/")
+    parser.add_argument("what", choices=("group", "write"))
+    parser.add_argument("--data", type=Path, required=True, help="folder with sst2/")
     parser.add_argument("--out", type=Path, default=Path("runs/units-sst2"))
-    parser.add_argument(
-        "--k", type=int, nargs="+", default=list(ROWS_PER_UNIT), help="rows of a sentence in a step, at most"
-    )
-    parser.add_argument("--epsilon", type=float, default=3.0)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=256, help="sentences expected in a step")
-    parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.what == "group":
         texts = [text for text, _ in read(given.data / "sst2" / "train.tsv")]
         print(json.dumps(report(texts, *group(texts)), indent=2))
-    elif given.what == "write":
-        write(given.data, given.out)
     else:
-        steps, batch = given.steps, given.batch
-        run(given.data, given.out, ks=given.k, epsilon=given.epsilon, steps=steps, batch=batch, seed=given.seed)
+        write(given.data, given.out)
 
 
 if __name__ == "__main__":

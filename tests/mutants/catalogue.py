@@ -1082,6 +1082,12 @@ TUNING = group(
         by=("tuning/test_tuning_api.py::test_a_private_score_has_the_noise_that_it_is_charged_for",),
     ),
     mutant(
+        "a person's rows counted one by one in a score",
+        "somebody with thirty rows changes a private score by thirty",
+        ("tuning/running.py", 'if score.unit == "row" or members is None:', "if True:"),
+        by=("tuning/test_tuning_units.py::test_a_person_with_many_rows_adds_at_most_one_to_a_score",),
+    ),
+    mutant(
         "score not charged",
         "a private score is free",
         ("tuning/scores.py", "return () if self.noise is None else (Event(1.0, self.noise),)", "return ()"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 
@@ -324,3 +325,46 @@ def test_progress_tells_the_time_that_is_left(capsys):
     progress.trial(1)
     said = capsys.readouterr().err
     assert "trial 1 of 4" in said and "trial 2 of 4, about" in said and "epsilon" not in said
+
+
+# ---------------------------------------------------------------------- rgp eval, rgp report
+
+
+def test_eval_measures_the_best_model_and_tells_the_epsilon_of_the_search(searched, tmp_path):
+    path, found = searched
+    result = json.loads(rgp("eval", path / "out", "--json").stdout)
+    told = json.loads(found["out"].stdout)
+    assert result["epsilon"] == told["epsilon"] and result["delta"] == told["delta"] and result["search"]
+    assert result["rows"] == 359 and not result["accuracy_is_publishable"]
+    assert abs(result["accuracy"] - told["best"]["score"]) < 5 * 5 / 359  # the score has noise of 5 rows
+    assert "for the whole search, of which this is the best run" in rgp("eval", path / "out").stdout
+    refused = rgp("attack", path / "out")  # its limit would be the trial's, and its results lie among what is published
+    assert refused.exit_code == 2 and "holds a search" in refused.stderr, refused.output
+    assert files(path / "out") == RELEASED
+    other = tmp_path / "changed"
+    shutil.copytree(path / "out", other)
+    changed = json.loads((other / "tune.json").read_text())
+    (other / "tune.json").write_text(json.dumps({**changed, "epsilon": 0.1}))
+    assert "more than the 0.1000 of the search" in rgp("eval", other).stderr
+
+
+def test_report_writes_the_page_of_a_search_again_from_what_is_published(searched, tmp_path):
+    path, _ = searched
+    before = (path / "out" / "report.html").read_text()
+    assert rgp("report", path / "out", "--out", tmp_path / "again.html").exit_code == 0
+    assert (tmp_path / "again.html").read_text() == before
+    both = rgp("report", path / "out", path / "kept")
+    assert both.exit_code == 2 and "give it alone" in both.stderr
+
+
+def test_an_unfinished_or_empty_search_has_nothing_to_show(searched, tmp_path):
+    path, _ = searched
+    found = json.loads((path / "out" / "tune.json").read_text())
+    for changed, words in (
+        ({"finished": False, "best": None}, "tune --resume --out"),
+        ({"finished": True, "best": None}, "drew no trial"),
+    ):
+        (tmp_path / "tune.json").write_text(json.dumps({**found, **changed}))
+        assert words in rgp("eval", tmp_path).stderr
+    (tmp_path / "tune.json").write_text(json.dumps({**found, "finished": False}))
+    assert "not finished" in rgp("report", tmp_path).stderr

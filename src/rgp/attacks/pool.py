@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from rgp.data import Data
 from rgp.members import Members
 
 
@@ -22,12 +21,12 @@ from rgp.members import Members
 class Pool:
     """owner (m,): the number of each row's unit, units of the training data first; trained: how many these are."""
 
-    data: Data
+    data: Any  # rgp.data.Data
     owner: np.ndarray
     trained: int
 
     @classmethod
-    def of(cls, data: Data) -> Pool:
+    def of(cls, data: Any) -> Pool:
         if data.members is None:
             return cls(data, np.arange(len(data.train) + len(data.test)), len(data.train))
         if data.test_members is None:
@@ -58,7 +57,7 @@ class Pool:
         inside = np.ones(len(self.owner), bool) if chosen is None else chosen[self.owner]
         return PooledRows(self.data.train, self.data.test, np.flatnonzero(inside).tolist())
 
-    def divided(self, inside: np.ndarray) -> Data:
+    def divided(self, inside: np.ndarray) -> Any:
         """The same data, with the chosen units for training and the others held out."""
         train, test = self.rows(inside), self.rows(~inside)
         if self.data.members is None:

@@ -22,7 +22,8 @@ def report(
 ) -> None:
     """Write one HTML page about a run, or a comparison of several. It needs no network to be read.
 
-    Parts that the guarantee does not cover are marked: publish a run's folder model/, not this page.
+    Parts that the guarantee does not cover are marked: publish a run's folder model/, not this page. The page of a search
+    (rgp tune) has no such parts.
 
     \b
     Examples:

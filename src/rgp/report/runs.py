@@ -75,15 +75,15 @@ def read_run(folder: Path) -> RecordedRun:
             f"{folder} is not a finished run: there is no summary.json in it"
             + (f", only {there}." if there else "; the folder is empty or missing.")
         )
-    summary = _json(path)
+    summary = read_json(path)
     if not isinstance(summary, dict):
         raise RunError(f"{path} does not hold a JSON object.")
     public, private = (read_json_lines(folder / f"{name}.jsonl") for name in ("metrics", "private"))
     attack = next((row["attack"] for row in reversed(private) if "attack" in row), None)  # the demo's
     if (folder / "attack.json").is_file():
-        attack = _json(folder / "attack.json")
-    audit = _json(folder / "audit.json") if (folder / "audit.json").is_file() else None
-    plan = _json(folder / "plan.json") if (folder / "plan.json").is_file() else []
+        attack = read_json(folder / "attack.json")
+    audit = read_json(folder / "audit.json") if (folder / "audit.json").is_file() else None
+    plan = read_json(folder / "plan.json") if (folder / "plan.json").is_file() else []
     means, problems = _guarantee(folder, summary)
     if isinstance(audit, dict) and audit.get("broken"):
         problems.append(
@@ -127,7 +127,8 @@ def _guarantee(folder: Path, summary: dict[str, Any]) -> tuple[Meaning | None, l
         return None, problems
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """What a file holds; RunError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

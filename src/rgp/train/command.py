@@ -155,7 +155,8 @@ def evaluate(
 ) -> None:
     """Measure a run's model on its held-out rows, and compute epsilon again from its ledger.
 
-    An unfinished run is measured at its last checkpoint.
+    An unfinished run is measured at its last checkpoint. Of a search (rgp tune) the best model is measured; its epsilon is the
+    search's.
 
     \b
     Examples:
@@ -179,7 +180,12 @@ def evaluate(
             typer.echo("NOT PRIVATE: the ledger records releases without noise")
         else:
             spent, releases = round_up(result["epsilon"]), result["releases"]
-            typer.echo(f"epsilon {spent} at delta {result['delta']:g}, from {releases} releases on record")
+            of = (
+                "for the whole search, of which this is the best run"
+                if "search" in result
+                else f"from {releases} releases on record"
+            )
+            typer.echo(f"epsilon {spent} at delta {result['delta']:g}, {of}")
 
 
 # ---------------------------------------------------------------------- what is shown

@@ -8,14 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from rgp import accounting
+from rgp.errors import LedgerError
 from rgp.ledger import Ledger
 from rgp.rounding import finite
+from rgp.train.folder import RunFolder
 from rgp.train.setup import example_losses, scores
 from rgp.train.weights import load_trained
 
 
 def evaluate_run(out: Path) -> dict[str, Any]:
-    settings, parts, source = load_trained(out)
+    settings, parts, source = load_trained(out, search=True)
     batch = settings.training.microbatch_size or 32
 
     def measure(dataset: Any) -> tuple[Tensor, Tensor]:
@@ -30,6 +32,9 @@ def evaluate_run(out: Path) -> dict[str, Any]:
     ledger = Ledger.open(out)
     delta, accountant = ledger.header["delta"], ledger.header["accountant"]
     spent = finite(accounting.epsilon(ledger.events(), delta=delta, accountant=accountant))
+    folder = RunFolder(out)
+    if searched := folder.search.exists():
+        spent = _epsilon_of_search(folder, spent)
     private = spent is not None
     return {
         "run": str(out),
@@ -42,4 +47,15 @@ def evaluate_run(out: Path) -> dict[str, Any]:
         "delta": delta if private else None,
         "accountant": accountant if private else None,
         "releases": ledger.count,
+        **({"search": True} if searched else {}),
     }
+
+
+def _epsilon_of_search(folder: RunFolder, trial: float | None) -> float:
+    """The promise of a search, which the releases of its best run alone cannot add up to."""
+    promised = folder.read_json(folder.search)["epsilon"]
+    if trial is None or trial > promised:
+        raise LedgerError(
+            f"the ledger of the best run in {folder.path} adds up to epsilon {trial}, more than the {promised:.4f} of the search"
+        )
+    return float(promised)

@@ -38,6 +38,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.report = self.path / "report.html"
         self.latest = self.path / "latest"
+        self.search = self.path / "tune.json"  # of a search, which has no config.yaml (rgp.tuning)
 
     # ------------------------------------------------------------------ whether it may be used
 

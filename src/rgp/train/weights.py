@@ -48,14 +48,20 @@ def save_weights(model: nn.Module, path: Path) -> None:
     path.chmod(0o644)  # to be published; safetensors writes for the owner alone
 
 
-def load_trained(out: Path, data: Any = None) -> tuple[Config, Parts, str]:
-    """(config, parts with the run's weights, where they came from: the finished model, or the last checkpoint)."""
+def load_trained(out: Path, data: Any = None, *, search: bool = False) -> tuple[Config, Parts, str]:
+    """(config, parts with the run's weights, where they came from: the finished model, or the last checkpoint).
+
+    search: take the best run of a search too, whose promise is not the run's.
+    """
     from safetensors.torch import load_model
 
     folder = RunFolder(out)
-    if not folder.config.exists():
+    if folder.search.exists():
+        settings = config.load(_best_of_search(folder, search))
+    elif folder.config.exists():
+        settings = config.load(folder.config)
+    else:
         raise RunFolderError(f"{out} is not a run's folder: it has no config.yaml")
-    settings = config.load(folder.config)
     if (folder.model / "model.safetensors").exists():
         weights, source = folder.model / "model.safetensors", "model"
     elif folder.latest.exists():
@@ -68,3 +74,20 @@ def load_trained(out: Path, data: Any = None) -> tuple[Config, Parts, str]:
         parts.model = language.without_adapters(parts.model)
     load_model(parts.model, str(weights))
     return settings, parts, source
+
+
+def _best_of_search(folder: RunFolder, allowed: bool) -> Path:
+    """The settings of the best run, where there is one that may be looked at."""
+    found, out = folder.read_json(folder.search), folder.path
+    if not allowed:
+        raise RunFolderError(
+            f"{out} holds a search (rgp tune), whose promise is not that of a run: rgp eval and rgp report can read it, this "
+            f"command cannot. Train its best settings as a run: rgp train {out / 'best.yaml'} --out DIR"
+        )
+    if not found["finished"]:
+        raise RunFolderError(
+            f"the search in {out} is not finished, and nothing of it is released: rgp tune --resume --out {out}"
+        )
+    if found["best"] is None:
+        raise RunFolderError(f"the search in {out} drew no trial, so there is no model in it")
+    return out / "best.yaml"

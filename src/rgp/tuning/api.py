@@ -11,6 +11,7 @@ from typing import Any
 from rgp import accounting
 from rgp.composition import merge
 from rgp.errors import WrongUseError
+from rgp.members import as_members
 from rgp.privatize import privatize
 from rgp.run import Run
 from rgp.streams import Streams
@@ -45,8 +46,10 @@ class Trial:
             raise ValueError(f"{', '.join(taken)}: the search has fixed it; leave it out of trial.privatize")
         if self._runs:
             raise WrongUseError("trial.privatize was called twice: a trial pays for one run")
-        if len(dataset) != self.dataset_size:
-            raise ValueError(f"the dataset has {len(dataset)} rows, and the search was planned for {self.dataset_size}")
+        options["units"] = members = as_members(options.get("units"), options.pop("rows_per_unit", None))
+        size, what = (len(dataset), "rows") if members is None else (members.unit.size, f"{members.unit.noun}s (units)")
+        if size != self.dataset_size:
+            raise ValueError(f"the dataset has {size} {what}, and the search was planned for {self.dataset_size}")
         run = privatize(
             model,
             optimizer,

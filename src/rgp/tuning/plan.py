@@ -49,6 +49,7 @@ class Plan:
     score: Score
     space: dict[str, list[Any]]
     dataset_size: int
+    unit: str = "row"  # whose presence the search hides
     shapes: tuple[Shape, ...]  # of every combination of settings
     noise: dict[Shape, float] = field(default_factory=dict)
     alone: dict[Shape, float] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Plan:
             "score": self.score.to_dict(),
             "space": self.space,
             "dataset_size": self.dataset_size,
+            "unit": self.unit,
             "shapes": [[shape.batch_size, shape.steps, shape.max_batch] for shape in self.shapes],
             "noise": [
                 {
@@ -91,6 +93,7 @@ class Plan:
                 for shape, sigma in self.noise.items()
             ],
             "noise_ratio": self.cost,
+            "words": {"law": self.law.words, "score": self.score.words},
         }
 
     @classmethod
@@ -105,6 +108,7 @@ class Plan:
             score=Score(**found["score"]),
             space=found["space"],
             dataset_size=found["dataset_size"],
+            unit=found.get("unit", "row"),
             shapes=tuple(Shape(*row) for row in found["shapes"]),
             noise={shape: row["noise_multiplier"] for shape, row in kinds},
             alone={shape: row["noise_multiplier_of_one_run"] for shape, row in kinds},
@@ -141,6 +145,7 @@ def make_plan(
     epsilon: float,
     delta: float,
     accountant: str = "pld",
+    unit: str = "row",
 ) -> Plan:
     """The least noise with which the search stays within epsilon. `shapes`: of every combination of settings.
 
@@ -172,6 +177,7 @@ def make_plan(
         score=score,
         space=space,
         dataset_size=dataset_size,
+        unit=unit,
         shapes=tuple(shapes),
         noise=noise,
         alone={kind: needed_alone(kind) for kind in kinds},

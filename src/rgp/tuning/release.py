@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rgp.cards import card_text
+from rgp.report.search import search_page
 from rgp.train.folder import RunFolder
 from rgp.tuning import accounting as search
-from rgp.tuning.page import search_page
 from rgp.tuning.plan import Plan
 from rgp.tuning.scores import share
 
@@ -49,8 +49,8 @@ def release(out: Path, plan: Plan, trial: Path, settings: dict[str, Any], score:
 def finish(out: Path, plan: Plan, best: dict[str, Any] | None, card: dict[str, Any] | None = None) -> dict[str, Any]:
     """report.html, then tune.json, which says that all is done. best: None if there was no trial."""
     folder = RunFolder(out)
-    folder.write_text(folder.report, search_page(plan, best, card, out.resolve().name))
     result = {**plan.to_dict(), "finished": True, "best": best}
+    folder.write_text(folder.report, search_page(result, card, out.resolve().name))
     folder.write_json(out / "tune.json", result)
     return result
 
@@ -59,7 +59,7 @@ def search_card(card: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """A trial's card as the search's: nothing on it may be the trial's own guarantee."""
     unit = card["unit"]
     if plan.score.kind == "private" and plan.score.where == "held-out":
-        unit += ", or of the held-out rows that the trials were scored on"
+        unit += f", or of the held-out {plan.unit}s that the trials were scored on"
     made = {
         **card,
         "epsilon": plan.epsilon,

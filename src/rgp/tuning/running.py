@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rgp import accounting
 from rgp.files import make_folder
+from rgp.members import Members
 from rgp.train import config as configs
 from rgp.train import runner, setup
 from rgp.train.config import Config, ConfigError
@@ -84,12 +87,7 @@ def plan_search(
         for config in tried
     ]
     made = make_score(data, score, score_rows, score_noise)
-    if data.members is not None and made.kind == "private":
-        raise ValueError(
-            "--score private counts right answers row by row, with noise for one row; with data.units a person has several of "
-            "them. Use data with a published test split and --score public."
-        )
-    private = data.units + (len(data.test) if made.kind == "private" and made.where == "held-out" else 0)
+    private = data.units + (made.rows if made.kind == "private" and made.where == "held-out" else 0)
     delta = accounting.default_delta(private) if base.budget.delta is None else base.budget.delta
     accounting.check_delta(delta, private)
     return make_plan(
@@ -101,6 +99,7 @@ def plan_search(
         epsilon=epsilon,
         delta=delta,
         accountant=base.budget.accountant,
+        unit="row" if data.members is None else data.members.unit.noun,
     )
 
 
@@ -112,10 +111,21 @@ def make_score(data: Any, kind: str | None, where: str, noise: float | None) -> 
             f"--score public: the {where} rows of these data are private. Use --score private, which adds noise to the score "
             "and charges for it, or data that come with a published test split."
         )
-    rows = len(data.train if where == "training" else data.test)
-    return Score(
-        kind=kind, rows=rows, where=where, noise=default_noise(rows) if kind == "private" and noise is None else noise
-    )
+    rows, unit = len(data.train if where == "training" else data.test), "row"
+    if kind == "private" and data.members is not None:
+        if (members := scored(data, where)) is None:
+            raise ValueError(
+                f"--score private: nothing says whose the test rows are, and a {data.members.unit.noun} may have many. Give the "
+                "test split the same column, or use --score public if it is published."
+            )
+        rows, unit = members.unit.size, members.unit.noun
+    noise = default_noise(rows) if kind == "private" and noise is None else noise
+    return Score(kind=kind, rows=rows, where=where, noise=noise, unit=unit)
+
+
+def scored(data: Any, where: str) -> Members | None:
+    """Whose the rows are that trials are scored on."""
+    return data.members if where == "training" else data.test_members
 
 
 def changes(settings: dict[str, Any]) -> list[str]:
@@ -216,11 +226,15 @@ def steps_of(config: Config, plan: Plan) -> int:
 
 
 def right_answers(folder: Path, score: Score) -> float:
-    """The score of the trial's published model. At most 1 for each row, whatever the model does."""
+    """The score of the trial's published model. At most 1 for each row, or person, whatever the model does."""
     settings, parts, _ = load_trained(folder)
     rows = parts.data.train if score.where == "training" else parts.data.test
     batch = settings.training.microbatch_size or 32
     _, right = setup.example_losses(
         parts.model, rows, collate_fn=parts.data.collate_fn, device=parts.device, batch_size=batch
     )
-    return float(right.double().nan_to_num(0.0).clamp(0, 1).sum())
+    shares = right.double().nan_to_num(0.0).clamp(0, 1).cpu().numpy()
+    members = scored(parts.data, score.where)
+    if score.unit == "row" or members is None:
+        return float(shares.sum())
+    return float((np.bincount(members.of_rows, shares) / np.bincount(members.of_rows)).sum())

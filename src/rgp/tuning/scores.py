@@ -4,7 +4,8 @@ public    measured on rows that nobody has to protect, as a published test split
 private   the number of right answers on private rows, with Gaussian noise. One row more or less changes the number by at most 1
           (of a language model the row's share of right tokens is added, which is at most 1 too), so noise of standard deviation s
           is a release with sampling rate 1 and noise multiplier s. Every trial is charged for it, on top of its training: that
-          holds for rows that were held out, for training rows, and for somebody who has a row in both.
+          holds for rows that were held out, for training rows, and for somebody who has a row in both. Where persons are
+          protected, what is added up is each person's share of right answers, so that a person changes it by at most 1.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ class Score:
     """How trials are scored.
 
     kind: public or private
-    rows: how many rows the score is measured on; the number counts as public
+    rows: how many rows, or persons, the score is measured on; the number counts as public
     where: which rows: held-out or training
     noise: standard deviation on the number of right answers; None for public rows
+    unit: what adds at most 1 to the number: a row, or a person with all their rows
     """
 
     kind: str
     rows: int
     where: str = "held-out"
     noise: float | None = None
+    unit: str = "row"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -57,7 +60,10 @@ class Score:
     def words(self) -> str:
         if self.noise is None:
             return f"right answers on {self.rows:,} public rows"
-        return f"right answers on {self.rows:,} private rows ({self.where}), with noise of standard deviation {self.noise:g}"
+        noise = f"({self.where}), with noise of standard deviation {self.noise:g}"
+        if self.unit == "row":
+            return f"right answers on {self.rows:,} private rows {noise}"
+        return f"right answers on private rows, as the mean of each of {self.rows:,} {self.unit}s {noise}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
