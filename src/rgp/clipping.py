@@ -23,7 +23,7 @@ from rgp.torchstate import in_full_precision
 
 BLOCK = 256  # columns summed in the buffer's own precision; sums of blocks are float64
 TINY = 1e-20  # squares of entries that matter for a smaller one may have been flushed to zero in float32
-CANCELLING = 100  # terms of one example that exceed its clipped sum by this are summed apart
+CANCELLING = 100  # terms of one example that exceed its clipped sum by this are summed separately
 
 
 @dataclass(frozen=True)

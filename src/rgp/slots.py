@@ -90,7 +90,7 @@ class Slot:
         self.used, self.rows = False, rows
 
     def by_unit(self, gradients: Tensor) -> Tensor:
-        """Of rows -> of examples: each unit's mean, where rows belong to units."""
+        """Gradients of rows -> gradients of examples: each unit's mean, where rows belong to units."""
         return gradients if self.rows is None else self.rows.mean(gradients)
 
     def end(self) -> None:
