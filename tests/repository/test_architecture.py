@@ -107,7 +107,7 @@ def package(module: str) -> str:
 def test_tests_mirror_the_source():
     """Tests of rgp/X.py are tests/test_X*.py, those of a package are in a folder of its name."""
     tests = Path(__file__).parents[1]
-    of_no_package = {"repository", "golden", "hostile", "mutants", "torture", "faults", "data"}
+    of_no_package = {"release", "repository", "golden", "hostile", "kept", "mutants", "torture", "faults", "data"}
     packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     folders = {path.name for path in tests.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
     assert not folders - packages - of_no_package
