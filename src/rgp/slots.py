@@ -151,13 +151,20 @@ class CarriedSlot(Slot):
                 Lt = self.Lt.to(dLt.dtype)
                 core = torch.matmul(dLt, Lt.T) if core is None else core
                 dLt = dLt.sub_(torch.matmul(core, Lt))
+        self.keep_thin(dLt, dR)
+
+    def keep_thin(self, dLt: Tensor | None, dR: Tensor | None) -> None:
+        """Add them as they are to be released: projected already."""
+        if self.muted:
+            return
+        if dLt is not None:
             self._store(self.left, dLt)
         if dR is not None:
             self._store(self.right, dR)
         self.used = self.filled = True
 
     def add_dense(self, gradients: Tensor) -> None:
-        G = gradients.reshape(len(gradients), self.entry.p, self.entry.d)
+        G = gradients.reshape(gradients.shape[0], self.entry.p, self.entry.d)
         dLt = torch.matmul(self.R.to(G.dtype), G.mT) if self.needs_left else None
         self.add_thin(dLt, torch.matmul(self.Lt.to(G.dtype), G) if self.needs_right else None)
 

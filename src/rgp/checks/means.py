@@ -42,6 +42,11 @@ def outputs_of(result: Any) -> list[Output]:
 
 def is_uneven(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call of one of MEANS divides by a number that is not the same for all examples."""
+    return bool(unevenness(func, m, args, kwargs))
+
+
+def unevenness(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | Tensor:
+    """The same, as a tensor where it depends on numbers in the batch."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("reduction", "mean") != "mean" or _is_of_one_or_of_all(given["input"], m):
@@ -50,16 +55,17 @@ def is_uneven(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any])
         if given["input"].numel() % m:
             return True
         counts = (~given["input"].isnan()).reshape(m, -1).sum(1)
-        return bool((counts != counts[0]).any())
+        return (counts != counts[0]).any()
     if func in _OF_ENTRIES:
         return bool(given["input"].numel() % m)
     target, weight = given["target"], given.get("weight")
     if target.is_floating_point():
         return bool(len(target) % m)
-    if target.numel() % m or (weight is not None and bool((weight != weight[0]).any())):
+    if target.numel() % m:
         return True
     counts = (target != given.get("ignore_index", -100)).reshape(m, -1).sum(1)
-    return bool((counts != counts[0]).any())
+    uneven = (counts != counts[0]).any()
+    return uneven if weight is None else uneven | (weight != weight[0]).any()
 
 
 def _is_of_one_or_of_all(tensor: Tensor, m: int) -> bool:

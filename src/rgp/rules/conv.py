@@ -63,7 +63,7 @@ class Geometry:
 
     def correlate(self, u: Tensor, x: Tensor) -> Tensor:
         """sum_t u_t patch_t(x)^T per example: u (m, r, *out), x (m, c, *in) -> (m, r, c, prod(k))."""
-        m, r, c, k = len(x), u.shape[1], x.shape[1], prod(self.k)
+        (m, c), r, k = x.shape[:2], u.shape[1], prod(self.k)
         if k == 1 and not any(self.padding):
             x = x[self._strided]
             return torch.bmm(u.flatten(2), x.flatten(2).transpose(1, 2)).unsqueeze(-1)
@@ -72,7 +72,8 @@ class Geometry:
         spread = self._spread(u, x.shape[2:])
         positions = x.flatten(2).transpose(1, 2)
         # on CPU a few examples at a time, so that what was unfolded is still in the cache when it is multiplied
-        few = max(1, UNFOLDED // (r * k * positions.shape[1])) if x.device.type == "cpu" else m
+        whole = x.device.type != "cpu" or not isinstance(m, int)  # m is a symbol while a graph is made
+        few = m if whole else max(1, UNFOLDED // (r * k * positions.shape[1]))
         parts = [
             torch.bmm(unfold(spread[i : i + few], self.k, (1,) * self.n, self.dilation), positions[i : i + few])
             for i in range(0, m, few)
@@ -182,12 +183,12 @@ def fill(slot, geometry, x, g) -> None:
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """(m, c, ...) -> (m, groups, c / groups, positions)."""
     x = x.flatten(2)
-    return x.view(len(x), groups, -1, x.shape[2])
+    return x.view(x.shape[0], groups, -1, x.shape[2])
 
 
 def _carried(slot, geometry, x, g) -> None:
     """dL_i transposed (m, r, p) and dR_i (m, r, d). Groups stand side by side in dL_i and add up in dR_i."""
-    m, r, groups = len(g), slot.entry.rank, geometry.groups
+    m, r, groups = g.shape[0], slot.entry.rank, geometry.groups
     split = _grouped(g, groups)
     dLt = dR = None
     if slot.needs_left:

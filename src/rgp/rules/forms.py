@@ -38,24 +38,24 @@ class FormSlot(Slot):
         self._graph, self._parents, self._made_by = graph, parents, made_by
 
     def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
-        self.add_dense(torch.bmm(left.transpose(1, 2), right).view(len(left), *self.entry.shape))
+        self.add_dense(torch.bmm(left.transpose(1, 2), right).view(left.shape[0], *self.entry.shape))
 
     def add_dense(self, gradients: Tensor) -> None:
-        gradients = gradients.reshape(len(gradients), *self.entry.shape)
+        gradients = gradients.reshape(gradients.shape[0], *self.entry.shape)
         lookup = self._lookup()
         if lookup is not None:
             table, ids, keep = lookup
-            g = gradients.reshape(len(gradients), ids.numel(), -1) * keep.reshape(-1, 1)
-            table.add_use(EmbeddingUse(ids.reshape(1, -1).expand(len(g), -1), g, table.entry.shape))
+            g = gradients.reshape(gradients.shape[0], ids.numel(), -1) * keep.reshape(-1, 1)
+            table.add_use(EmbeddingUse(ids.reshape(1, -1).expand(g.shape[0], -1), g, table.entry.shape))
             return
         tensors = [tensor for tensor, _ in self._parents]
         for (tensor, slot), found in zip(self._parents, _products(self._graph, tensors, gradients), strict=True):
             if found is not None:
-                slot.add_dense(found.reshape(len(gradients), *tensor.shape))
+                slot.add_dense(found.reshape(gradients.shape[0], *tensor.shape))
 
     def add_rows(self, rows: Tensor) -> None:
         """The form has a row (or several) for each example: `rows` (m, k, *shape[1:]) are those of example i."""
-        m, func = len(rows), self._made_by[0]
+        m, func = rows.shape[0], self._made_by[0]
         parent, slot = self._parents[0]
         lookup = self._lookup()
         if lookup is not None:
@@ -79,21 +79,23 @@ class FormSlot(Slot):
         value = self._graph.detach()
         if value.shape[0] % m or not self._is_repeated():
             return False
+        if self._made_by[0] in _EXPANSIONS and _is_copied(self._parents[0][0], self.entry.shape):
+            return True  # all rows are one, whatever is in it
         groups = value.reshape(m, -1)
         return bool(torch.equal(groups, groups[:1].expand_as(groups)))
 
     def _is_repeated(self) -> bool:
         func, args, kwargs = self._made_by
-        rows, parents = len(self._graph), [tensor for tensor, _ in self._parents]
+        rows, parents = self._graph.shape[0], [tensor for tensor, _ in self._parents]
         if func is F.embedding or any(slot._is_repeated() for _, slot in self._parents if isinstance(slot, FormSlot)):
             return True
         if func in _EXPANSIONS and _is_copied(parents[0], self.entry.shape):
             return True
-        if any(tensor.dim() and len(tensor) == rows for tensor in parents):  # they may be its own rows
+        if any(tensor.dim() and tensor.shape[0] == rows for tensor in parents):  # they may be its own rows
             return False
         constants = [t for t in tensors_in((args, kwargs)) if all(t is not tensor for tensor in parents)]
         grown = all(self._graph.numel() > tensor.numel() for tensor in parents)
-        return grown or any(t.dim() and len(t) == rows for t in constants)
+        return grown or any(t.dim() and t.shape[0] == rows for t in constants)
 
     def _lookup(self) -> tuple[DeferredSlot, Tensor, Tensor] | None:
         """A large table that is looked up with the same ids for all examples: its slot, the ids, and which of them count."""

@@ -58,7 +58,9 @@ class Owned:
 class Owners:
     """Keeps the owners of picked rows through one micro-batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, readable: bool = True) -> None:
+        """readable: whether an index can be looked at; otherwise the owners of what it picks stay unknown."""
+        self._readable = readable
         self._known: dict[int, tuple[weakref.ref[Tensor], Owned | None]] = {}
 
     def clear(self) -> None:
@@ -145,6 +147,8 @@ class Owners:
         target, *rest = args
         if not any(self.is_picked(t) for t in tensors_in(args)):
             return
+        if not self._readable:
+            return self._set(target, None)
         index = rest[0][0] if isinstance(rest[0], (tuple, list)) and rest[0] else rest[0]
         if func in (_T.index_add_, _T.index_add, torch.index_add):
             dim, index, rows = rest[:3]
@@ -163,6 +167,8 @@ class Owners:
         self._known[id(tensor)] = (weakref.ref(tensor), owned)
 
     def _pick(self, source: Tensor, index: Tensor, result: Tensor, m: int) -> None:
+        if not self._readable:
+            return self._set(result, None)
         if self.is_picked(source):
             before = self._known[id(source)][1]
             owner_of = None if before is None else before.example
