@@ -16,12 +16,13 @@ from rgp import rules
 from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.clipping import Gradients
+from rgp.errors import UnsupportedError
 from rgp.methods import RGP, Method
 from rgp.plan import make_plan
 from rgp.privatize import check_model
 from rgp.slots import CarriedSlot, DeferredSlot, make_slot
 from rgp.streams import Streams
-from rgp.torchstate import as_tree
+from rgp.torchstate import as_tree, is_compiled, uncompiled
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ def check(
     Finds wrong layouts, operations without exact rules, and losses that mix examples, such as a mean over all tokens.
     """
     method = RGP() if method is None else method
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(uncompiled(model))
     check_model(model)
+    if any(map(is_compiled, model.modules())):
+        raise UnsupportedError("parts of the model are compiled: give rgp.check the model as it was before torch.compile")
     model = (model.double() if double else model).eval()
     batch = as_tree(batch)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -48,7 +48,7 @@ from rgp.run import Run
 from rgp.sampling import check_dataset
 from rgp.sharding import Sharding, gather, load_whole, shard_state
 from rgp.streams import Streams
-from rgp.torchstate import is_sharded
+from rgp.torchstate import is_sharded, uncompiled
 from rgp.units import Rows, Unit
 
 FORMAT = 1
@@ -249,6 +249,7 @@ def resume(
         members=members,
     )
     plan = Plan(tuple(_entry(e) for e in state["plan"]), method)
+    called, model = model, uncompiled(model)
     _check_same(state, mechanism, model, optimizer, scheduler, dataset, batch_size)
     check_model(model)
     check_trainable(model, plan, optimizer)
@@ -289,6 +290,7 @@ def resume(
             ema=state["ema"],
             probe=probe,
             ranks=ranks,
+            called=called,
         )
         tensors = _read_tensors(here / "optimizer.safetensors", ranks)
         held = [p for group in optimizer.param_groups for p in group["params"]]

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._ops import HigherOrderOperator
 from torch.autograd.function import once_differentiable
@@ -200,8 +201,9 @@ class _Tracing(Capture):
     def __init__(self, m: int, parameters: dict[int, Slot], constants: Sequence[Tensor]) -> None:
         """parameters: id -> slot."""
         super().__init__(parameters)
-        self.owners = Owners(readable=False)
+        self.owners = Owners(self.assume)
         self.uneven_means: list[Tensor] = []
+        self.broken: list[Tensor] = []  # assumptions that do not hold
         self.begin(m)
         for tensor in constants:
             self.constants.add(tensor)
@@ -225,6 +227,10 @@ class _Tracing(Capture):
             uneven = unevenness(func, self.examples, args, kwargs)
             if uneven is not False:
                 self.uneven_means.append(torch.as_tensor(uneven))
+
+    def assume(self, holds: Tensor) -> None:
+        """The rules go on as if this were true, and it is looked at when the graph runs."""
+        self.broken.append(~holds)
 
     def _without_rule(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Slot]) -> Any:
         name = met[0].entry.name
@@ -273,7 +279,7 @@ class Graph:
         self._carried = [slot for slot in found.values() if isinstance(slot, CarriedSlot)]
         self._gifts: list[list[Gift]] = []  # what the slot of each parameter is given
         self._token = torch.zeros((), requires_grad=True)
-        self._dry, self._results = True, 0
+        self._dry, self._results, self._rehearsing = True, 0, capture.rehearsing
 
         mode = next(fake.fake_mode for fake in fakes if isinstance(fake, Tensor))
         carriers = [mode.from_tensor(tensor, static_shapes=True) for tensor in self._carriers()]
@@ -320,12 +326,14 @@ class Graph:
                 args[i] = own
         slots = {id(args[i]): recorder for i, recorder in zip(self._slots, recorders, strict=True)}
         capture = _Tracing(m, slots, [args[i] for i in self._constants])
+        capture.rehearsing = self._rehearsing
         with capture:
             outputs = fx.Interpreter(self._module).run(*args)
         capture.end()
         self._results = len(outputs)
-        uneven = [torch.stack(capture.uneven_means).any()] if capture.uneven_means else []
-        return *outputs, *uneven
+        looked_at = capture.uneven_means, capture.broken
+        self._looked_at = [bool(found) for found in looked_at]
+        return *outputs, *(torch.stack(found).any() for found in looked_at if found)
 
     def _take(self, recorders: list[Any]) -> list[Tensor]:
         """What was given, for the ports; in the dry run, when there are none, it is looked at."""
@@ -356,8 +364,14 @@ class Graph:
                 self._token, self._give, [(_sizes(shape, symbols), *kind) for shape, *kind in self._ports]
             )
         outputs = self._compiled(*args, *self._carriers(), *ports)
-        results, uneven = outputs[: self._results], outputs[self._results :]
-        if any(map(bool, uneven)):
+        results, rest = outputs[: self._results], iter(outputs[self._results :])
+        uneven, broken = (found and bool(next(rest)) for found in self._looked_at)
+        if broken:
+            raise UnsupportedError(
+                "a compiled module picks rows out of the batch in another order than that of the examples, or has a parameter with "
+                "rows of its own for each example. Its rules were compiled for neither: leave the module uncompiled."
+            )
+        if uneven:
             capture.uneven += [edge.node for edge, _ in outputs_of(results)]
         return results
 
@@ -446,7 +460,7 @@ class Region:
         if capture.examples is None or not torch.is_grad_enabled():
             with _aside(capture):
                 return self._plain(*args, **kwargs)
-        if capture.rehearsing:
+        if capture.rehearsing and not capture.rehearsing_compiled:
             return self._module._call_impl(*args, **kwargs)
         self._mark(args, kwargs)
         with _aside(capture):
@@ -467,9 +481,10 @@ class Region:
     def _private(self) -> Callable[..., Any]:
         slots = set(self._capture._slots.values())
         sides = tuple(sorted({slot.sides for slot in slots if isinstance(slot, CarriedSlot)}))
-        if sides not in self._calls:
-            self._calls[sides] = self._compile()
-        return self._calls[sides]
+        key = sides, self._capture.rehearsing
+        if key not in self._calls:
+            self._calls[key] = self._compile()
+        return self._calls[key]
 
     def _compile(self) -> Callable[..., Any]:
         module = self._module
@@ -484,7 +499,9 @@ class Region:
     def _make(self, module: fx.GraphModule, inputs: list[Any]) -> Graph:
         try:
             self.graphs += 1
-            return Graph(module, inputs, backend=self._backend, capture=self._capture, model=self._model)
+            # a rehearsal leaves out dropout, so its graph is used once
+            backend = aot_eager if self._capture.rehearsing else self._backend
+            return Graph(module, inputs, backend=backend, capture=self._capture, model=self._model)
         except Exception as error:
             self._refusal = error
             raise
@@ -500,7 +517,8 @@ def _aside(capture: Capture) -> Iterator[None]:
     """The capture off the stack of modes, where a compiler would trace it."""
     remove_mode(capture)
     try:
-        yield
+        with torch.compiler.set_stance("default"):
+            yield
     finally:
         capture.__enter__()
 

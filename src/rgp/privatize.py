@@ -46,6 +46,7 @@ from rgp.slots import Slot, make_slot
 from rgp.step import Step
 from rgp.streams import Streams
 from rgp.thin import ThinState
+from rgp.torchstate import uncompiled
 from rgp.trained import TrainedModel
 from rgp.units import Rows, Unit
 from rgp.update import Update
@@ -142,6 +143,7 @@ def privatize(
     """
     method = RGP() if method is None else method
     optimizer = unwrapped(optimizer)
+    called, model = model, uncompiled(model)
     check_arguments(model, optimizer, method, scheduler, budget, public_loss)
     if not method.private and (budget is not None or noise_multiplier != 0 or clip is not None):
         kind = type(method).__name__
@@ -216,6 +218,7 @@ def privatize(
         ema=ema,
         probe=probe,
         ranks=ranks,
+        called=called,
     )
 
 
@@ -236,8 +239,11 @@ def assemble(
     probe: bool = True,
     ranks: Ranks | None = None,
     slot: Callable[..., Slot] = make_slot,
+    called: nn.Module | None = None,
 ) -> Run:
-    """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided any more."""
+    """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided any more.
+
+    called: what the loop calls, if torch.compile wrapped the model (compiled.py)."""
     rules.load()
     ranks = Ranks() if ranks is None else ranks
     if loading.microbatch_size is None:
@@ -266,6 +272,7 @@ def assemble(
         Update(trained, optimizer, scheduler, streams, ema=mean, power=power, thin=thin),
         views=loading.views,
         loss_reduction=loading.loss_reduction,
+        called=called,
     )
     remember(model, ledger, dataset)
     return Run(step, dataset, loading, streams, rehearse=probe)
@@ -334,11 +341,6 @@ def check_model(model: nn.Module, *, meta: bool = False) -> None:
             raise UnsupportedError(
                 f"module {name!r} is {type(module).__name__} with running statistics, which would be computed from "
                 "private data without noise. Make it with track_running_stats=False, or call .eval() on it."
-            )
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedError(
-                f"module {name or '(the model)'!r} is compiled, which hides its operations from the engine. Give privatize the "
-                "model as it was before torch.compile."
             )
     if not meta and any(p.is_meta for p in model.parameters()):
         raise ValueError("the model has parameters on the meta device; load its weights first")

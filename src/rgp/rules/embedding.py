@@ -34,7 +34,7 @@ class _Lookup(torch.autograd.Function):
         if isinstance(ctx.slot, DeferredSlot):
             ctx.slot.add_use(use)
         else:
-            ctx.slot.add_dense(torch.stack([use.gradient(i) for i in range(ctx.m)]))
+            ctx.slot.add_dense(use.gradients())
         return None, None, None, None, None
 
 

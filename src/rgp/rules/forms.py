@@ -12,6 +12,7 @@ Shapes: F (*shape), its gradients (m, *shape).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +33,12 @@ _EXPANSIONS = (torch.Tensor.expand, torch.Tensor.expand_as, torch.broadcast_to, 
 class FormSlot(Slot):
     """The slot of a form: carries what it is given back to the slots of what the form was computed from."""
 
-    def __init__(self, graph: Tensor, parents: list[tuple[Tensor, Slot]], made_by: tuple[Any, Any, Any]) -> None:
+    def __init__(self, graph: Tensor, parents: list[tuple[Tensor, Slot]], made_by: tuple[Any, Any, Any], assume: Callable[[Tensor], None] | None = None) -> None:
+        """assume: takes what is to be checked when the graph runs that is being made now (compiled.py)."""
         first = parents[0][1].entry
         super().__init__(replace(first, shape=tuple(graph.shape), treatment="exact", rank=0, scale=1.0))
         self._graph, self._parents, self._made_by = graph, parents, made_by
+        self._assume = assume
 
     def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
         self.add_dense(torch.bmm(left.transpose(1, 2), right).view(left.shape[0], *self.entry.shape))
@@ -82,7 +85,10 @@ class FormSlot(Slot):
         if self._made_by[0] in _EXPANSIONS and _is_copied(self._parents[0][0], self.entry.shape):
             return True  # all rows are one, whatever is in it
         groups = value.reshape(m, -1)
-        return bool(torch.equal(groups, groups[:1].expand_as(groups)))
+        if self._assume is None:
+            return bool(torch.equal(groups, groups[:1].expand_as(groups)))
+        self._assume((groups == groups[:1]).all())
+        return True
 
     def _is_repeated(self) -> bool:
         func, args, kwargs = self._made_by
@@ -174,6 +180,8 @@ def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if changed is not None:
         capture.forbid(changed)
 
+    assume = capture.assume if capture.tracing else None
+
     def hand_on(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
@@ -185,7 +193,7 @@ def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
                 f"parameter {name!r} is sharded by fully_shard and was used in {getattr(func, '__name__', func)} before it met "
                 "the batch, which needs the whole of it in the backward pass. Freeze it, or let every rank hold the model."
             )
-        return capture.hand_on(leaf, FormSlot(leaf, list(parents.values()), (func, args, kwargs)), False)
+        return capture.hand_on(leaf, FormSlot(leaf, list(parents.values()), (func, args, kwargs), assume), False)
 
     return tree_map(hand_on, result)
 
