@@ -30,7 +30,9 @@ from torch import Tensor, fx, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.exc import Unsupported
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.function import once_differentiable
 
 from rgp.capture import Capture
@@ -509,6 +511,16 @@ class Region:
     def _explained(self, error: Exception) -> Exception:
         if isinstance(self._refusal, UnsupportedError):
             return self._refusal
+        if isinstance(self._refusal, (DataDependentOutputException, DynamicOutputShapeException)):
+            return UnsupportedError(
+                "a compiled module has an operation with trained parameters whose rule looks at the numbers of a batch "
+                f"({self._refusal}), which a graph cannot. Leave that part uncompiled."
+            )
+        if isinstance(error, Unsupported) and self._refusal is None:
+            return UnsupportedError(
+                "a compiled module is more than one graph, and what happens between two of them would not be seen. Leave out what "
+                f"breaks it, or compile smaller parts of the model. torch.compile(fullgraph=True) says: {str(error)[:500]}"
+            )
         return error
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from rgp.errors import UnsupportedError
 from rgp.norms import EmbeddingUse
 from rgp.rules.constants import tensors_in
-from rgp.slots import DeferredSlot, Slot
+from rgp.slots import DeferredSlot, DenseSlot, Slot
 
 _EXPANSIONS = (torch.Tensor.expand, torch.Tensor.expand_as, torch.broadcast_to, torch.Tensor.broadcast_to)
 
@@ -49,7 +49,7 @@ class FormSlot(Slot):
         if lookup is not None:
             table, ids, keep = lookup
             g = gradients.reshape(gradients.shape[0], ids.numel(), -1) * keep.reshape(-1, 1)
-            table.add_use(EmbeddingUse(ids.reshape(1, -1).expand(g.shape[0], -1), g, table.entry.shape))
+            look_up(table, ids.reshape(1, -1).expand(g.shape[0], -1), g)
             return
         tensors = [tensor for tensor, _ in self._parents]
         for (tensor, slot), found in zip(self._parents, _products(self._graph, tensors, gradients), strict=True):
@@ -64,7 +64,7 @@ class FormSlot(Slot):
         if lookup is not None:
             table, ids, keep = lookup
             g = rows.reshape(m, ids.numel() // m, -1) * keep.reshape(m, -1, 1)
-            table.add_use(EmbeddingUse(ids.reshape(m, -1), g, table.entry.shape))
+            look_up(table, ids.reshape(m, -1), g)
         elif func in _EXPANSIONS and len(self._parents) == 1 and _is_copied(parent, self.entry.shape):
             # all rows are copies of one: the parent's gradient is the sum over them
             shape = (1,) * (len(self.entry.shape) - parent.dim()) + tuple(parent.shape)
@@ -103,17 +103,26 @@ class FormSlot(Slot):
         grown = all(self._graph.numel() > tensor.numel() for tensor in parents)
         return grown or any(t.dim() and t.shape[0] == rows for t in constants)
 
-    def _lookup(self) -> tuple[DeferredSlot, Tensor, Tensor] | None:
-        """A large table that is looked up with the same ids for all examples: its slot, the ids, and which of them count."""
+    def _lookup(self) -> tuple[Slot, Tensor, Tensor] | None:
+        """A table that is looked up with the same ids for all examples: its slot, the ids, and which of them count."""
         func, args, kwargs = self._made_by
         slot = self._parents[0][1]
-        if func is not F.embedding or len(self._parents) > 1 or not isinstance(slot, DeferredSlot):
+        if func is not F.embedding or len(self._parents) > 1 or not isinstance(slot, (DenseSlot, DeferredSlot)):
             return None
         ids = args[0] if args else kwargs["input"]
         padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
         if padding is None:
             return slot, ids, torch.ones_like(ids)
         return slot, ids, (ids != padding % slot.entry.shape[0]).long()
+
+
+def look_up(table: Slot, ids: Tensor, g: Tensor) -> None:
+    """Give the slot of a table what lookups of `ids` (m, T) mean for it, whose results have the gradient g (m, T, d)."""
+    use = EmbeddingUse(ids, g, table.entry.shape)
+    if isinstance(table, DeferredSlot):
+        table.add_use(use)
+    else:
+        table.add_dense(use.gradients())
 
 
 def on_diagonal(rows: Tensor) -> Tensor:
