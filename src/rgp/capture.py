@@ -68,7 +68,9 @@ class Capture(TorchFunctionMode):
         self.looped: set[tuple[str, tuple[str, ...]]] = set()  # operations and parameters the fallback was used for
         self.uneven: list[Node] = []  # means of this micro-batch with a divisor that is not the same for all examples
         self.rehearsing = False  # whether dropout is left out, and outputs are noted (checks/rehearsal.py)
-        self.rehearsing_compiled = False  # whether a compiled module is to be rehearsed as it is, compiled (compiled.py)
+        self.rehearsing_compiled = (
+            False  # whether a compiled module is to be rehearsed as it is, compiled (compiled.py)
+        )
         self.outputs: list[Output] = []  # of operations with trained parameters, while it is rehearsed
 
     def names(self) -> dict[int, str]:

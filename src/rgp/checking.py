@@ -72,7 +72,9 @@ def check(
     model = copy.deepcopy(uncompiled(model))
     check_model(model)
     if any(map(is_compiled, model.modules())):
-        raise UnsupportedError("parts of the model are compiled: give rgp.check the model as it was before torch.compile")
+        raise UnsupportedError(
+            "parts of the model are compiled: give rgp.check the model as it was before torch.compile"
+        )
     model = (model.double() if double else model).eval()
     batch = as_tree(batch)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -265,7 +265,13 @@ class Graph:
     """One graph of a compiled module, with ports: called by Dynamo in the place of what the backend made."""
 
     def __init__(
-        self, module: fx.GraphModule, inputs: list[Any], *, backend: Callable[..., Any], capture: Capture, model: nn.Module
+        self,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        *,
+        backend: Callable[..., Any],
+        capture: Capture,
+        model: nn.Module,
     ) -> None:
         assert capture.examples is not None
         self._module, self._capture, self._inputs = module, capture, len(inputs)

@@ -243,7 +243,9 @@ class Step:
         if not any(map(is_compiled, modules)):
             return None
         if self.trained.sharding.active:
-            raise UnsupportedError("a compiled model cannot be sharded as well here. Leave out torch.compile or fully_shard.")
+            raise UnsupportedError(
+                "a compiled model cannot be sharded as well here. Leave out torch.compile or fully_shard."
+            )
         from rgp.compiled import Regions
 
         return Regions(self.trained.model, self.capture, called)

@@ -72,11 +72,12 @@ class Geometry:
         spread = self._spread(u, x.shape[2:])
         positions = x.flatten(2).transpose(1, 2)
         # on CPU a few examples at a time, so that what was unfolded is still in the cache when it is multiplied
-        whole = x.device.type != "cpu" or not isinstance(m, int)  # m is a symbol while a graph is made
-        few = m if whole else max(1, UNFOLDED // (r * k * positions.shape[1]))
+        few = max(1, UNFOLDED // (r * k * positions.shape[1]))
+        starts = range(0, m, few) if x.device.type == "cpu" and isinstance(m, int) else (0,)  # in a graph m is a symbol
+        few = few if len(starts) > 1 else m
         parts = [
             torch.bmm(unfold(spread[i : i + few], self.k, (1,) * self.n, self.dilation), positions[i : i + few])
-            for i in range(0, m, few)
+            for i in starts
         ]
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found.view(m, r, k, c).flip(2).transpose(2, 3)

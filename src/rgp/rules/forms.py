@@ -33,7 +33,13 @@ _EXPANSIONS = (torch.Tensor.expand, torch.Tensor.expand_as, torch.broadcast_to, 
 class FormSlot(Slot):
     """The slot of a form: carries what it is given back to the slots of what the form was computed from."""
 
-    def __init__(self, graph: Tensor, parents: list[tuple[Tensor, Slot]], made_by: tuple[Any, Any, Any], assume: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Tensor,
+        parents: list[tuple[Tensor, Slot]],
+        made_by: tuple[Any, Any, Any],
+        assume: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """assume: takes what is to be checked when the graph runs that is being made now (compiled.py)."""
         first = parents[0][1].entry
         super().__init__(replace(first, shape=tuple(graph.shape), treatment="exact", rank=0, scale=1.0))
@@ -50,6 +56,12 @@ class FormSlot(Slot):
             table, ids, keep = lookup
             g = gradients.reshape(gradients.shape[0], ids.numel(), -1) * keep.reshape(-1, 1)
             look_up(table, ids.reshape(1, -1).expand(g.shape[0], -1), g)
+            return
+        if (part := self._part()) is not None:
+            parent, slot = self._parents[0]
+            whole = gradients.new_zeros(gradients.shape[0], *parent.shape)
+            whole[(slice(None), *part)] = gradients
+            slot.add_dense(whole)
             return
         tensors = [tensor for tensor, _ in self._parents]
         for (tensor, slot), found in zip(self._parents, _products(self._graph, tensors, gradients), strict=True):
@@ -102,6 +114,14 @@ class FormSlot(Slot):
         constants = [t for t in tensors_in((args, kwargs)) if all(t is not tensor for tensor in parents)]
         grown = all(self._graph.numel() > tensor.numel() for tensor in parents)
         return grown or any(t.dim() and t.shape[0] == rows for t in constants)
+
+    def _part(self) -> tuple[Any, ...] | None:
+        """The index of a part of one parameter, as in positions[:, :T], which needs no product."""
+        func, args, _ = self._made_by
+        if func is not torch.Tensor.__getitem__ or len(self._parents) > 1:
+            return None
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return index if all(isinstance(i, (slice, int)) for i in index) else None
 
     def _lookup(self) -> tuple[Slot, Tensor, Tensor] | None:
         """A table that is looked up with the same ids for all examples: its slot, the ids, and which of them count."""

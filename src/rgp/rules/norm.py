@@ -149,9 +149,9 @@ def _group_norm_of_symbols(ctx, g, x, mean, rstd, weight):
         return None
     scale = None if weight is None else weight.to(x.dtype)
     wanted = [True, False, False]
-    return _aten.native_group_norm_backward(
-        g.contiguous(), x, mean, rstd, scale, N, C, positions, ctx.groups, wanted
-    )[0]
+    return _aten.native_group_norm_backward(g.contiguous(), x, mean, rstd, scale, N, C, positions, ctx.groups, wanted)[
+        0
+    ]
 
 
 @rule(F.group_norm)

@@ -195,11 +195,21 @@ class Owners:
                 return self._set(result, owned)
         return self._set(result, Owned(example, m))
 
-    def _pick_in_order(self, source: Tensor, index: Tensor, result: Tensor, m: int, assume: Callable[[Tensor], None]) -> None:
+    def _pick_in_order(
+        self, source: Tensor, index: Tensor, result: Tensor, m: int, assume: Callable[[Tensor], None]
+    ) -> None:
         """While a graph is made there are no numbers to look at: the rows are taken to be in their order, to be checked."""
         n = index.shape[0]
         each, bits = source.shape[0] // m, index.dtype == torch.bool
-        if bits or source.shape[0] % m or not each or not n or n % m or result.shape[:1] != (n,) or self.is_picked(source):
+        if (
+            bits
+            or source.shape[0] % m
+            or not each
+            or not n
+            or n % m
+            or result.shape[:1] != (n,)
+            or self.is_picked(source)
+        ):
             return self._set(result, None)
         owners = torch.arange(n, device=index.device).view(-1, *[1] * (index.dim() - 1)) // (n // m)
         assume((index % source.shape[0] // each == owners).all())
