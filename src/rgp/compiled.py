@@ -328,10 +328,10 @@ class Graph:
             else:
                 recorders.append(_Deferred(slot) if isinstance(slot, DeferredSlot) else _Dense(slot, m))
         if recorders:
-            for i, own in zip(
-                self._slots, _Sink.apply(recorders, self._take, len(recorders), *(args[i] for i in self._slots), *rest)
-            ):
-                args[i] = own
+            parameters = [args[i] for i in self._slots]
+            own = _Sink.apply(recorders, self._take, len(parameters), *parameters, *rest)
+            for i, parameter in zip(self._slots, own, strict=True):
+                args[i] = parameter
         slots = {id(args[i]): recorder for i, recorder in zip(self._slots, recorders, strict=True)}
         capture = _Tracing(m, slots, [args[i] for i in self._constants])
         capture.rehearsing = self._rehearsing
@@ -376,8 +376,8 @@ class Graph:
         uneven, broken = (found and bool(next(rest)) for found in self._looked_at)
         if broken:
             raise UnsupportedError(
-                "a compiled module picks rows out of the batch in another order than that of the examples, or has a parameter with "
-                "rows of its own for each example. Its rules were compiled for neither: leave the module uncompiled."
+                "a compiled module picks rows out of the batch in another order than that of the examples, or has a parameter "
+                "with rows of its own for each example. Its rules were compiled for neither: leave the module uncompiled."
             )
         if uneven:
             capture.uneven += [edge.node for edge, _ in outputs_of(results)]
@@ -524,8 +524,8 @@ class Region:
             )
         if isinstance(error, Unsupported) and self._refusal is None:
             return UnsupportedError(
-                "a compiled module is more than one graph, and what happens between two of them would not be seen. Leave out what "
-                f"breaks it, or compile smaller parts of the model. torch.compile(fullgraph=True) says: {str(error)[:500]}"
+                "a compiled module is more than one graph, and what happens between two of them would not be seen. Leave out "
+                f"what breaks it, or compile smaller parts of the model. torch.compile(fullgraph=True) says: {str(error)[:500]}"
             )
         return error
 

@@ -146,11 +146,10 @@ class CarriedSlot(Slot):
         """
         if self.muted:
             return
-        if dLt is not None:
-            if self.projects:
-                Lt = self.Lt.to(dLt.dtype)
-                core = torch.matmul(dLt, Lt.T) if core is None else core
-                dLt = dLt.sub_(torch.matmul(core, Lt))
+        if dLt is not None and self.projects:
+            Lt = self.Lt.to(dLt.dtype)
+            core = torch.matmul(dLt, Lt.T) if core is None else core
+            dLt = dLt.sub_(torch.matmul(core, Lt))
         self.keep_thin(dLt, dR)
 
     def keep_thin(self, dLt: Tensor | None, dR: Tensor | None) -> None:

@@ -266,8 +266,8 @@ class Rehearsal:
         change, name = moved(written, compiled, list(range(written.examples)))
         if change > max(self._tolerance, COARSE if written.coarse else 0.0) * _of_other_shapes():
             raise UnsupportedError(
-                f"the compiled model has other per-example gradients than the same model uncompiled, by {percent(change)} and most "
-                f"at parameter {name!r}. Train it uncompiled, and tell us: it should not happen. {self._released}"
+                f"the compiled model has other per-example gradients than the same model uncompiled, by {percent(change)} and "
+                f"most at parameter {name!r}. Train it uncompiled, and tell us: it should not happen. {self._released}"
             )
 
     def _check_reduction(self, natural: Trial, fewer: Trial) -> None:
