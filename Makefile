@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow lint torture attack-suite mutants gpu-check docs clean
+.PHONY: setup demo test test-slow lint torture attack-suite mutants gpu-check docs release-check clean
 
 setup: $(VENV)/.ready
 
@@ -55,6 +55,9 @@ $(VENV)/.docs: pyproject.toml constraints.txt
 
 docs: $(VENV)/.docs  # the site, into site/; a broken link or a missing page is an error. python3 -m http.server -d site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
+release-check:  # sdist and wheel; the wheel in a fresh environment, where it has to import, train, account and answer
+	$(PYTHON) tests/release/check.py
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache

@@ -28,8 +28,10 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    reference = load_reference()
+    reference = load("reference")
     pages = {"reference/python.md": reference.python_page(), "reference/commands.md": reference.commands_page()}
+    notebooks = load("notebooks")
+    pages |= {place: notebooks.page(path) for place, path in tutorials().items()}
     for path, place in outside_pages().items():
         pages[place] = (ROOT / path).read_text(encoding="utf-8")
     for place, text in pages.items():
@@ -96,9 +98,15 @@ def site_links(markdown: str, place: str, pages: set[str]) -> str:
     return "".join(part if part.startswith("```") else LINK.sub(replace, part) for part in parts)
 
 
-def load_reference() -> Any:
-    """docs/reference.py, which is next to this file and not on the path."""
-    spec = importlib.util.spec_from_file_location("rgp_docs_reference", Path(__file__).with_name("reference.py"))
+def tutorials() -> dict[str, Path]:
+    """Page of the site -> the notebook that it shows."""
+    found = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+    return {f"tutorials/{path.stem}.md": path for path in found}
+
+
+def load(name: str) -> Any:
+    """A script that is next to this file and not on the path."""
+    spec = importlib.util.spec_from_file_location(f"rgp_docs_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -2,7 +2,8 @@
 
     python experiments/architectures.py                    all of them, and the page docs/architectures.md
     python experiments/architectures.py --only swin,bert   some, printed
-    python experiments/architectures.py --json             the results as JSON lines, printed as they come
+    python experiments/architectures.py --lora             the same with peft's LoRA on all linear layers, printed
+    python experiments/architectures.py --results FILE     keep each result as a line of JSON, and leave out those that are there
 
 Each is checked by rgp.check with RGP and with DP-SGD, against autograd one example at a time, in a process of its own with a
 time limit. Models that cast to float32 on the way are kept in float64, or rounding would hide what is looked for.
@@ -207,19 +208,32 @@ def loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return ((y.tanh() - target).square().flatten(1).sum(1) * weight).mean()
 
 
-def examine(kind: str, name: str) -> dict[str, Any]:
+def with_lora(model: torch.nn.Module) -> torch.nn.Module:
+    """peft's LoRA on all linear layers; its factors B, which begin at zero, are random."""
+    import peft
+
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear")).double()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_B" in name:
+            parameter.data.add_(0.05 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+def examine(kind: str, name: str, lora: bool = False) -> dict[str, Any]:
     import rgp
 
     warnings.simplefilter("ignore")
     try:
         model = build(name)
         model = rgp.fix(model, groups=2)
+        if lora:
+            model = with_lora(model)
         batch = {**inputs(kind, model), "weight": torch.linspace(0.5, 2, EXAMPLES, dtype=torch.float64)}
         plain = loss(copy.deepcopy(model), batch)  # which may keep something of it
         assert bool(plain.isfinite()) and plain.requires_grad, "the loss is not finite"
     except Exception as error:
         return {"verdict": "unbuilt", "why": _line(error)}
-    found: dict[str, Any] = {"verdict": "exact", "worst": 0.0, "why": "", "parameters": len(list(model.parameters()))}
+    found: dict[str, Any] = {"verdict": "exact", "worst": 0.0, "why": "", "parameters": len(trained_of(model))}
     for method in (rgp.DPSGD(), rgp.RGP(rank=2)):
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -239,6 +253,10 @@ def examine(kind: str, name: str) -> dict[str, Any]:
     return found
 
 
+def trained_of(model: torch.nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def _line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
@@ -248,15 +266,15 @@ def _where() -> str:
     return f"({Path(frame.filename).name}:{frame.lineno})"
 
 
-def _child(kind: str, name: str, pipe: Any) -> None:
+def _child(kind: str, name: str, lora: bool, pipe: Any) -> None:
     torch.set_num_threads(1)
-    pipe.send(examine(kind, name))
+    pipe.send(examine(kind, name, lora))
 
 
-def with_limit(kind: str, name: str, seconds: float) -> dict[str, Any]:
+def with_limit(kind: str, name: str, seconds: float, lora: bool = False) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-    process = context.Process(target=_child, args=(kind, name, there), daemon=True)
+    process = context.Process(target=_child, args=(kind, name, lora, there), daemon=True)
     process.start()
     try:
         if here.poll(seconds):
@@ -302,7 +320,10 @@ def page(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="model types, with commas between them")
-    parser.add_argument("--json", action="store_true", help="print results as JSON lines")
+    parser.add_argument("--lora", action="store_true", help="with peft's LoRA: only its factors are trained")
+    parser.add_argument(
+        "--results", type=Path, help="a file of JSON lines to add to; what it has already is not run again"
+    )
     parser.add_argument("--seconds", type=float, default=120, help="time limit for one architecture")
     parser.add_argument("--page", type=Path, help=f"where to write the table; {PAGE.name} in docs/ if all are run")
     args = parser.parse_args()
@@ -310,24 +331,32 @@ def main() -> None:
 
     from rgp import checking, rules  # noqa: F401  (imported once, before processes are forked)
 
+    if args.lora:
+        import peft  # noqa: F401
+
     rules.load()
     transformers.logging.set_verbosity_error()
     known = architectures()
     only = args.only.split(",") if args.only else list(known)
     if unknown := [name for name in only if name not in known]:
         raise SystemExit(f"--only {unknown[0]}: no such model type; there are {', '.join(list(known)[:6])}, ...")
-    rows = []
+    done = {}
+    if args.results is not None and args.results.exists():
+        done = {row["type"]: row for row in map(json.loads, args.results.read_text().splitlines())}
+    rows = [done[model_type] for model_type in only if model_type in done]
     for model_type in only:
+        if model_type in done:
+            continue
         kind, name = known[model_type]
         start = time.perf_counter()
-        row = {"type": model_type, "model": name, **with_limit(kind, name, args.seconds)}
+        row = {"type": model_type, "model": name, **with_limit(kind, name, args.seconds, args.lora)}
         row["seconds"] = round(time.perf_counter() - start, 1)
         rows.append(row)
-        print(
-            json.dumps(row) if args.json else f"{model_type:28} {row['verdict']:8} {row.get('why', '')[:200]}",
-            flush=True,
-        )
-    where = args.page or (None if args.only else PAGE)
+        print(f"{model_type:28} {row['verdict']:8} {row.get('why', '')[:200]}", flush=True)
+        if args.results is not None:
+            with args.results.open("a") as file:
+                print(json.dumps(row), file=file)
+    where = args.page or (None if args.only or args.lora else PAGE)
     if where is not None:
         where.write_text(page(rows))
 

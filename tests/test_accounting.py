@@ -371,7 +371,7 @@ def test_the_kept_distribution_gives_what_a_bare_accountant_gives():
     import dp_accounting
     from dp_accounting.pld import PLDAccountant
 
-    from rgp.composition import compose, make_accountant
+    from rgp.composition import compose, pld_ledger
 
     for events in (
         [Event(0.02, 1.0, 50)],
@@ -384,4 +384,32 @@ def test_the_kept_distribution_gives_what_a_bare_accountant_gives():
             if event.sampling_rate < 1:
                 release = dp_accounting.PoissonSampledDpEvent(event.sampling_rate, release)
             bare.compose(release, event.count)
-        assert compose(make_accountant("pld"), events).get_epsilon(1e-5) == bare.get_epsilon(1e-5)
+        assert compose(pld_ledger(), events).get_epsilon(1e-5) == bare.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("counts", [(1, 7, 49), (50, 51, 75), (299, 300)])
+def test_the_quick_epsilon_is_an_upper_bound_and_close(counts):
+    plan = [Event(0.04, 1.5, 300)]
+    for count in counts:
+        quick = accounting.quick_epsilon([Event(0.04, 1.5, count)], delta=1e-5, planned=plan)
+        tight = epsilon([Event(0.04, 1.5, count)], delta=1e-5)
+        assert tight * (1 - 1e-9) <= quick <= 1.015 * tight
+        assert quick <= epsilon(plan, delta=1e-5)
+
+
+def test_the_quick_epsilon_of_more_than_was_planned():
+    """Releases that were charged twice after a crash, or came from an earlier run."""
+    plan = [Event(0.04, 1.5, 100)]
+    for more in ([Event(0.04, 1.5, 130)], [Event(0.04, 1.5, 100), Event(0.04, 1.4, 1)]):
+        assert accounting.quick_epsilon(more, delta=1e-5, planned=plan) >= epsilon(more, delta=1e-5) * (1 - 1e-9)
+    assert accounting.quick_epsilon([], delta=1e-5) == 0
+    assert accounting.quick_epsilon([Event(0.04, 0, 1)], delta=1e-5) == math.inf
+
+
+def test_epsilon_at_every_step_is_quick(monkeypatch):
+    """The work is done once for each rung, on the coarse grid."""
+    asked = []
+    monkeypatch.setattr(accounting, "coarse_epsilon", lambda merged, delta: asked.append(merged) or 1.0)
+    for count in range(1, 2001):
+        accounting.quick_epsilon([Event(0.01, 1.0, count)], delta=1e-5)
+    assert len(set(asked)) < 250

@@ -109,3 +109,40 @@ def test_check_does_not_take_nan_for_exact():
 def test_check_needs_tensors():
     with pytest.raises(ValueError, match="no tensor"):
         rgp.check(Tagger(), ["text"], over_all_tokens)
+
+
+class Autoencoder(nn.Module):
+    def __init__(self, draw) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder, self.draw = nn.Linear(6, 8), nn.Linear(4, 6), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        return self.decoder(mean + self.draw(mean) * (log_variance / 2).exp())
+
+
+DRAWS = {
+    "randn_like": torch.randn_like,
+    "randn": lambda x: torch.randn(x.shape, dtype=x.dtype),
+    "in place": lambda x: torch.empty_like(x).normal_(),
+    "a distribution": lambda x: torch.distributions.Normal(0, 1).sample(x.shape).to(x),
+    "two draws": lambda x: torch.rand_like(x) - torch.randn(len(x), 1, dtype=x.dtype),
+    "a mask": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_check_of_a_model_that_draws_random_numbers(draw):
+    """Each example gets the same ones alone as in the batch."""
+    x = torch.randn(5, 6, generator=seeded(1))
+
+    def loss(model, batch):
+        return (model(batch) - batch).square().mean()
+
+    assert rgp.check(Autoencoder(draw), x, loss, method=rgp.DPSGD()).worst < 1e-12
+
+    def mixing(model, batch):
+        return (model(batch) - batch).square().mean() * model(batch).std().detach()
+
+    assert not rgp.check(Autoencoder(draw), x, mixing, method=rgp.DPSGD()).ok

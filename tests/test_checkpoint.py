@@ -22,7 +22,7 @@ from resuming import (
     uninterrupted,
     weights,
 )
-from rgp.checkpoint import encode
+from rgp.encoding import encode
 from rgp.ledger import FILE
 
 # ---------------------------------------------------------------------- bit-identical

@@ -25,7 +25,8 @@ from resuming import (
     weights,
 )
 from rgp import checkpoint
-from rgp.checkpoint import decode, encode, resume
+from rgp.checkpoint import resume
+from rgp.encoding import decode, encode
 from rgp.ledger import FILE, Ledger
 
 # ---------------------------------------------------------------------- secrets

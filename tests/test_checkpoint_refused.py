@@ -131,7 +131,7 @@ def test_a_rolled_back_ledger_is_refused(tmp_path):
 def test_a_missing_ledger_is_refused(tmp_path):
     crashed(tmp_path)
     (tmp_path / FILE).unlink()
-    with pytest.raises(LedgerError, match="nobody knows what was released"):
+    with pytest.raises(LedgerError, match="no record of what was released"):
         again(tmp_path)
 
 

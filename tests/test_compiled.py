@@ -177,6 +177,7 @@ def test_mean_over_labels_inside_the_graph_is_refused():
     model.compile(backend=QUICK)
     data = [(torch.randn(2, 3), torch.tensor([1, -100 if i == 2 else 0])) for i in range(4)]
     with privatize(model, data, clip=1.0, method=rgp.DPSGD(), probe=False) as run:
-        x, y = next(iter(run))
+        batches = iter(run)
+        x, y = next(batches)
         with pytest.raises(rgp.UnsupportedError, match="do not count alike"):
             run.step(model(x, y))

@@ -637,7 +637,7 @@ def test_past_noise_cannot_be_pickled():
 
 def test_the_schedule_of_a_run_given_in_epochs_is_known_too(monkeypatch):
     asked = []
-    monkeypatch.setattr(sys.modules["rgp.privatize"], "workload_of", lambda *given: asked.append(given[-1]))
+    monkeypatch.setattr(sys.modules["rgp.privatize"], "workload_of", lambda *given, **_: asked.append(given[-1]))
     model = toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"batch_size": 4, "noise_multiplier": 1.0, "bands": 3, "method": rgp.DPSGD()}

@@ -171,7 +171,7 @@ def test_an_unknown_format_is_refused(tmp_path):
 
 
 def test_a_missing_file_is_explained(tmp_path):
-    with pytest.raises(LedgerError, match="nobody knows what was released"):
+    with pytest.raises(LedgerError, match="no record of what was released"):
         Ledger.open(tmp_path)
 
 
@@ -286,7 +286,7 @@ def test_lines_of_another_process_are_not_taken_for_leftovers(tmp_path):
     held = (tmp_path / FILE).read_bytes()
     with open(tmp_path / FILE, "ab") as file:
         file.write(held.splitlines(keepends=True)[-1])
-    with pytest.raises(LedgerError, match="added to by somebody else"):
+    with pytest.raises(LedgerError, match="added to by someone else"):
         train(run, until=3)
     assert (tmp_path / FILE).read_bytes().startswith(held) and run.step_index == 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import warnings
 
 import numpy as np
@@ -141,8 +143,10 @@ def test_an_optimizer_that_accelerate_has_wrapped():
 
 def test_scripted_models_and_opacus_optimizers_are_named():
     model = torch.jit.script(nn.Linear(6, 2))
-    with pytest.raises(rgp.UnsupportedError, match="scripted or traced"):
+    with pytest.raises(rgp.UnsupportedError, match="the model was scripted or traced"):
         start(model=model)
+    with pytest.raises(rgp.UnsupportedError, match="module '0' was scripted or traced"):
+        start(model=nn.Sequential(model))
 
     class DPOptimizer(torch.optim.SGD):
         pass
@@ -150,3 +154,40 @@ def test_scripted_models_and_opacus_optimizers_are_named():
     DPOptimizer.__module__ = "opacus.optimizers.optimizer"
     with pytest.raises(TypeError, match="original_optimizer"):
         start(lambda model: DPOptimizer(model.parameters(), lr=0.1))
+
+
+class GradSampleModule(nn.Module):
+    """Does what Opacus's does, as far as it can be told from outside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        module.register_forward_hook(self.capture_activations_hook)
+        module.register_full_backward_hook(functools.partial(self.capture_backprops_hook, loss_reduction="mean"))
+
+    def capture_activations_hook(self, module, inputs, output):
+        raise AssertionError("it must not be called")
+
+    capture_backprops_hook = capture_activations_hook
+
+
+for thing in (GradSampleModule, GradSampleModule.capture_activations_hook):
+    thing.__module__ = "opacus.grad_sample.grad_sample_module"
+
+
+def test_a_model_of_opacus_and_the_hooks_that_it_leaves_behind_are_named():
+    inner = nn.Linear(6, 2)
+    wrapped = GradSampleModule(inner)
+    with pytest.raises(TypeError, match=r"remove_hooks\(\).*model\._module"):
+        start(model=wrapped)
+    with pytest.raises(ValueError, match="'0' still has hooks of Opacus"):
+        start(model=nn.Sequential(inner))
+
+
+def test_a_progress_bar_of_steps():
+    tqdm = pytest.importorskip("tqdm")
+    model, run = start()
+    with run, tqdm.tqdm(total=len(run), file=io.StringIO()) as bar:
+        for batch in run:
+            bar.update(run.step(loss_of(model, batch)))
+    assert bar.n == bar.total == 12

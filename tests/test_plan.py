@@ -65,7 +65,7 @@ def test_a_table_of_over_a_million_entries_is_frozen_by_rgp_and_the_plan_says_so
     assert large["0.weight"].treatment == "frozen"
     note = large.frozen_note()
     assert "1,000,100 of the model's 1,001,110" in note
-    assert "trains 1,010, 0%" in note
+    assert "trains 1,010, 0.1%" in note
     assert "overrides={'0.weight': 'exact'}" in note
     assert table(10_001, overrides={"0.weight": "exact"}).frozen_note() == ""
     assert table(10_001, overrides={"0.weight": "frozen"}).frozen_note() == ""

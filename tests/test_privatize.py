@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import rgp
@@ -196,3 +198,45 @@ def test_datasets_that_cannot_be_sampled():
             rgp.privatize(
                 model, torch.optim.SGD(model.parameters(), lr=1), data, noise_multiplier=1.0, batch_size=2, steps=1
             )
+
+
+# ---------------------------------------------------------------------- what somebody should know
+
+
+def told(model: nn.Module, method: rgp.methods.Method) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        rows = [(torch.zeros(4).long(), 0)] * 64
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        rgp.privatize(model, optimizer, rows, method=method, noise_multiplier=1.0, batch_size=8, steps=1).close()
+    return [str(w.message) for w in said]
+
+
+class Texts(nn.Module):
+    def __init__(self, words: int, width: int = 16) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(words, width), nn.Linear(width, width), nn.Linear(width, 2)
+
+
+def test_privatize_says_once_what_is_frozen_and_how_much_is_trained():
+    (said,) = told(Texts(70_000), rgp.RGP(rank=64))  # the rest is exact: carriers would be no smaller
+    assert said.startswith("RGP leaves 1,120,000 of the model's 1,120,306 parameters frozen ('table.weight')")
+    assert "trains 306, 0.027%" in said and "overrides={'table.weight': 'exact'}" in said
+    assert told(Texts(300), rgp.DPSGD()) == []  # 5,106 of 5,106
+    model = Texts(300)
+    model.table.weight.requires_grad_(False)
+    (said,) = told(model, rgp.DPSGD())
+    assert (
+        said == "DPSGD trains 306, 6% of the model's 5,106 parameters; the others are frozen (requires_grad is False)."
+    )
+    model = Texts(16)
+    model.table.weight.requires_grad_(False)  # more than a half is trained
+    assert told(model, rgp.DPSGD()) == []
+    assert told(Texts(300), rgp.LinearProbe()) == []  # which says so
+
+
+def test_privatize_says_that_a_model_is_small_for_carriers():
+    (said,) = told(Texts(100, width=64), rgp.RGP(rank=2))
+    assert said.startswith("Try method=rgp.DPSGD() first: 10,690 trained parameters are few.")
+    assert told(Texts(100, width=64), rgp.DPSGD()) == []
+    assert told(Texts(100, width=400), rgp.RGP(rank=2)) == []

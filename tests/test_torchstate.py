@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -35,3 +38,21 @@ def test_no_copy_is_made_of_a_weight():
     with torch.profiler.profile(profile_memory=True) as watched:
         bits_of(weight)
     assert max(event.self_cpu_memory_usage for event in watched.key_averages()) < 1000
+
+
+def test_saved_tensor_hooks_are_seen_on_every_torch():
+    """A torch without a function that asks for them (2.6) is stood in for by one from which it was taken away."""
+    code = (
+        "import torch\n"
+        "if hasattr(torch._C._autograd, '_top_saved_tensors_default_hooks'):\n"
+        "    del torch._C._autograd._top_saved_tensors_default_hooks\n"
+        "from rgp.torchstate import saved_tensors_hooks\n"
+        "hooks = saved_tensors_hooks()\n"
+        "assert hooks(False) is None\n"
+        "with torch.autograd.graph.save_on_cpu():\n"
+        "    with torch.autograd.graph.save_on_cpu():\n"
+        "        assert hooks(False) is not None\n"
+        "    assert hooks(False) is not None\n"
+        "assert hooks(False) is None\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -47,7 +47,7 @@ def test_a_run_goes_on_with_the_units_it_had(tmp_path):
         again(tmp_path, units=range(SIZE))
     others = [*IDS[:-1], IDS[0]]
     assert IDS[-1] != IDS[0] and len(set(others)) == len(set(IDS))
-    with pytest.raises(ValueError, match="units says of some rows that they are another unit's"):
+    with pytest.raises(ValueError, match="units assigns some rows to other units"):
         again(tmp_path, units=others)
     renamed = [name.upper() for name in IDS]  # names do not matter: who shares rows with whom does
     assert again(tmp_path, units=renamed).step_index == 3
@@ -76,7 +76,7 @@ def test_nothing_about_the_rows_of_a_unit_is_in_published_files(tmp_path):
 
 
 def published(folder: Path) -> dict[str, str]:
-    """Of every file but the secret: its text without digests; of tensors their names and shapes."""
+    """The text of every file but the secret, without digests; for tensors, their names and shapes."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "secret.json":

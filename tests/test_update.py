@@ -142,6 +142,7 @@ def test_the_users_own_scheduler():
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Try method")  # the toy is small
         with start(model, optimizer=optimizer, batch_size=EXAMPLES)[1] as run:
             rates = []
             for batch in run:

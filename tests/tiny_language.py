@@ -17,6 +17,7 @@ from rgp.train import config, progress, runner
 
 transformers = pytest.importorskip("transformers")
 
+from tiny_models import bert_config, gpt2_config  # noqa: E402
 
 WORDS = ["good", "great", "fine", "warm", "bad", "dull", "the", "film", "was", "and", "story", "felt", "so", "a", "why"]
 
@@ -28,32 +29,9 @@ def save_tiny(folder, kind):
     size = 5 + len(WORDS)
     torch.manual_seed(0)
     if kind == "bert":
-        made = transformers.BertModel(
-            transformers.BertConfig(
-                vocab_size=size,
-                hidden_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=24,
-                initializer_range=0.2,
-                max_position_embeddings=64,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        )
+        made = transformers.BertModel(bert_config(size, 64))
     elif kind == "gpt2":
-        made = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=size,
-                n_embd=16,
-                n_layer=2,
-                n_head=2,
-                n_positions=64,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-            )
-        )
+        made = transformers.GPT2LMHeadModel(gpt2_config(size, 64))
     else:
         made = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
@@ -155,3 +133,15 @@ class Words:
     @staticmethod
     def id(word):
         return 3 + int(hashlib.md5(word.encode()).hexdigest(), 16) % 1000
+
+
+def write_as_table(path, rows):
+    """Rows, dicts of texts, as .csv, .tsv, .jsonl or .parquet, by the path's ending."""
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif path.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        mark = "," if path.suffix == ".csv" else "\t"
+        path.write_text("\n".join([mark.join(rows[0]), *(mark.join(row.values()) for row in rows)]))

@@ -7,6 +7,7 @@ import transformers
 
 import helpers
 from rgp.integrations.transformers import PrivacyArguments, PrivateTrainer
+from tiny_models import bert_config, gpt2_config
 
 N, VOCABULARY = 40, 30
 
@@ -29,32 +30,13 @@ def collate(rows):
 
 def make_bert(dtype=torch.float32):
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        initializer_range=0.2,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    config = bert_config(VOCABULARY, 32)
     return transformers.BertForSequenceClassification(config).to(dtype)
 
 
 def make_gpt2():
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=32,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+    config = gpt2_config(VOCABULARY, 32)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -83,6 +65,7 @@ def privacy(**options):
             "rank": 2,
             "source": "weight",
             "noise_seed": 5,
+            "log_loss": True,
             **options,
         }
     )

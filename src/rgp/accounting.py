@@ -9,7 +9,7 @@ standard deviation `noise_multiplier` times its sensitivity.
     >>> calibrate(epsilon=8.0, delta=1e-5, sampling_rate=0.04, steps=2250)
     1.3459
 
-`pld` (privacy loss distributions) is tight and the default; `rdp` (Rényi) is what the paper used, and is larger.
+`accountant` is a name in accountants.py: "pld", tight and the default, or "rdp", larger, as in the paper.
 dp-accounting takes over a second to import, so functions import it when they need it.
 """
 
@@ -19,23 +19,11 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
-from functools import cache
 
-from rgp.composition import (
-    Event,
-    check_accountant,
-    coarse_epsilon,
-    coarsen,
-    compose,
-    composed_epsilon,
-    composed_pld,
-    fft_rounding,
-    grid_interval,
-    make_accountant,
-    merge,
-    read_epsilon,
-    rough_epsilon,
-)
+from rgp.accountants import coarse_bound, composed_epsilon, find_accountant
+from rgp.attack_bounds import Meaning as Meaning
+from rgp.attack_bounds import meaning as meaning
+from rgp.composition import Event, coarsen, compose, merge, read_epsilon, rough_epsilon
 from rgp.validate import check_count, check_positive, check_probability
 
 RESOLUTION = 10_000  # calibration answers in steps of 1 / RESOLUTION, rounded up
@@ -47,7 +35,7 @@ class Budget:
 
     epsilon: the bound that no run exceeds
     delta: the probability with which epsilon may not hold; by default `default_delta` of the dataset's size
-    accountant: "pld" (tight) or "rdp" (the paper's)
+    accountant: "pld" (tight) or "rdp" (larger, as in the paper)
     """
 
     epsilon: float
@@ -59,37 +47,52 @@ class Budget:
         check_positive("epsilon", self.epsilon)
         if self.delta is not None:
             check_probability("delta", self.delta)
-        check_accountant(self.accountant)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meaning:
-    """What the releases let an attacker do who knows everything but whether one example was used.
-
-    mu: every (epsilon, delta') guarantee of these releases with delta' >= `delta` also follows from mu-GDP
-    tpr_at_0_1_percent: largest share of members recognised when 0.1% of non-members are taken for members
-    tpr_at_1_percent: the same at 1%
-    """
-
-    delta: float
-    mu: float
-    tpr_at_0_1_percent: float
-    tpr_at_1_percent: float
+        find_accountant(self.accountant)
 
 
 def epsilon(events: Iterable[Event], *, delta: float, accountant: str = "pld") -> float:
     """The epsilon of all these releases together.
 
     Formal guarantees:
-    - the result is an upper bound, for rounding of the grid, of the tails and of the FFT alike
+    - the result is an upper bound, with rounding of the grid, the tails and the FFT included
     - order and grouping of the events do not matter: `count=2` is the same as two events
     - no events cost 0; one event without noise costs infinity
     - the result does not fall when an event is added, up to the accuracy of the grid (1e-3 relative; `epsilon_curve`
       removes even that)
     """
     check_probability("delta", delta)
-    check_accountant(accountant)
+    find_accountant(accountant)
     return composed_epsilon(merge(events), float(delta), accountant)
+
+
+def quick_epsilon(
+    events: Iterable[Event], *, delta: float, planned: Iterable[Event] = (), accountant: str = "pld"
+) -> float:
+    """An upper bound on `epsilon` for a line at every step: milliseconds, and mostly nothing at all.
+
+    Counts are rounded up on a ladder of 2%, and answered from what was computed for the same rung; the grid is coarser.
+    planned: everything that will be released. As long as no more than that was, its epsilon is a bound as well.
+
+    Formal guarantees:
+    - an upper bound on the epsilon of these releases, as `epsilon` is one
+    - never more than `epsilon` of `planned`, while every kind of event in `events` is in it and as often
+    """
+    check_probability("delta", delta)
+    plan = {replace(e, count=1): e.count for e in merge(planned)}
+    merged = merge(events)
+    rungs = tuple(replace(e, count=_rung(e.count)) for e in merged)
+    found = coarse_bound(rungs, float(delta), accountant)
+    if plan and all(e.count <= plan.get(replace(e, count=1), 0) for e in merged):
+        found = min(found, composed_epsilon(merge(planned), float(delta), accountant))
+    return found
+
+
+def _rung(count: int) -> int:
+    """The smallest of 1, 2, ..., 50, 51, 53, ... (2% apart) that is no less than `count`; epsilon grows by half as much."""
+    rung = min(count, 50)
+    while rung < count:
+        rung = math.ceil(1.02 * rung)
+    return rung
 
 
 def calibrate(
@@ -129,12 +132,11 @@ def calibrate_scale(
     """
     check_positive("epsilon", epsilon)
     check_probability("delta", delta)
-    check_accountant(accountant)
 
     # Each stage costs ten times the one before and starts from its answer; only the last one counts.
     stages: list[Callable[[tuple[Event, ...]], float]] = [lambda merged: rough_epsilon(merged, float(delta))]
-    if accountant == "pld":
-        stages.append(lambda merged: coarse_epsilon(merged, float(delta)))
+    if find_accountant(accountant).coarse_epsilon is not None:
+        stages.append(lambda merged: coarse_bound(merged, float(delta), accountant))
     stages.append(lambda merged: composed_epsilon(merged, float(delta), accountant))
     most = 10**6 * RESOLUTION
     smallest = RESOLUTION
@@ -169,7 +171,7 @@ def affordable_steps(
     """
     check_positive("epsilon", epsilon)
     check_probability("delta", delta)
-    check_accountant(accountant)
+    find_accountant(accountant)
     check_count("at_most", at_most, least=0)
     before = list(spent)
 
@@ -202,19 +204,20 @@ def epsilon_curve(
     check_count("steps", steps, least=1)
     check_count("points", points, least=1)
     check_probability("delta", delta)
-    check_accountant(accountant)
+    chosen = find_accountant(accountant)
     plan = coarsen([replace(event(t), count=1) for t in range(steps)]) if callable(event) else []
 
     def between(start: int, stop: int) -> list[Event]:
         return plan[start:stop] if callable(event) else [replace(event, count=stop - start)]
 
     everything = merge(between(0, steps))
-    ledger = make_accountant(accountant, 10 * grid_interval(everything, rough_epsilon(everything, delta)))
+    chosen.check(everything)
+    ledger = chosen.start(everything, delta)
 
     curve, done = [], 0
     for stop in sorted({-(-steps * i // points) for i in range(1, points + 1)}):
         compose(ledger, merge(between(done, stop)))
-        curve.append((stop, read_epsilon(ledger, delta, merge(between(0, stop)) if accountant == "pld" else ())))
+        curve.append((stop, read_epsilon(ledger, delta, chosen.rounding(merge(between(0, stop))))))
         done = stop
 
     # What will have been spent later bounds what has been spent now: the coarse grid never shows more than the total.
@@ -223,40 +226,6 @@ def epsilon_curve(
         bound = min(bound, curve[i][1])
         curve[i] = (curve[i][0], bound)
     return curve
-
-
-def meaning(events: Iterable[Event], *, delta: float) -> Meaning:
-    """What the releases let an attacker do, from their privacy profile delta(epsilon) by PLD.
-
-    Each epsilon bounds the true-positive rate at a false-positive rate a by `delta(epsilon) + exp(epsilon) a`, and from
-    the other corner by `1 - exp(-epsilon) (1 - delta(epsilon) - a)`. The best epsilon gives the trade-off curve, any
-    other one a larger rate. (riskcal 1.5 reads the curve from the PLD's own arrays and cuts off negative rounding
-    errors there: for sigma 1.5, q 0.04, 500 steps its rate is 0.2% too small at an interval of 1e-4, 20% at 1e-5.)
-
-    Formal guarantees:
-    - the rates are upper bounds for every attack, whatever it knows, in either direction (added or removed)
-    - mu is not the mu that merely has the same epsilon at `delta`: it is at least that, and holds at every larger delta
-      too. For `sampling_rate=1` it is sqrt(steps) / noise_multiplier
-    """
-    check_probability("delta", delta)
-    merged = merge(events)
-    if not merged:
-        return Meaning(delta=delta, mu=0.0, tpr_at_0_1_percent=0.001, tpr_at_1_percent=0.01)
-    if any(event.noise_multiplier == 0 for event in merged):
-        return Meaning(delta=delta, mu=math.inf, tpr_at_0_1_percent=1.0, tpr_at_1_percent=1.0)
-    pld = composed_pld(merged, float(delta))
-    slack = fft_rounding(merged)
-
-    @cache
-    def profile(eps: float) -> float:
-        return min(1.0, max(0.0, float(pld.get_delta(eps))) + slack)
-
-    return Meaning(
-        delta=delta,
-        mu=_gaussian_mu(profile, composed_epsilon(merged, float(delta), "pld")),
-        tpr_at_0_1_percent=_true_positive_rate(profile, 0.001),
-        tpr_at_1_percent=_true_positive_rate(profile, 0.01),
-    )
 
 
 def combine(pairs: Iterable[tuple[float, float]]) -> float:
@@ -349,49 +318,3 @@ def _boundary(cost: Callable[[int], float], target: float, *, guess: int, slope:
             k = math.isqrt(max(low, 1) * high)
         k = min(max(k, low + 1), high - 1)
     return low, high
-
-
-def _true_positive_rate(profile: Callable[[float], float], false_positive_rate: float) -> float:
-    from scipy.optimize import minimize_scalar
-
-    a = false_positive_rate
-
-    def steep(eps: float) -> float:
-        return profile(eps) + math.exp(eps) * a
-
-    def flat(eps: float) -> float:
-        return 1 - math.exp(-eps) * (1 - profile(eps) - a)
-
-    best = 1.0
-    for bound in (steep, flat):
-        found = minimize_scalar(bound, bounds=(0.0, -math.log(a)), method="bounded", options={"xatol": 1e-3})
-        best = min(best, float(found.fun), bound(0.0))
-        if best < 1 - a:  # on this side of the diagonal only the steep lines touch the curve
-            break
-    return best
-
-
-def _gaussian_mu(profile: Callable[[float], float], largest_epsilon: float) -> float:
-    """The smallest mu whose Gaussian profile is above `profile` from 0 to `largest_epsilon`."""
-    from scipy.optimize import brentq, minimize_scalar
-    from scipy.special import log_ndtr, ndtr
-
-    def needed(eps: float) -> float:
-        delta = min(profile(eps), 1 - 1e-12)  # nearer to 1 there are no digits left to tell mu from
-
-        def excess(mu: float) -> float:
-            return float(ndtr(mu / 2 - eps / mu) - math.exp(eps + log_ndtr(-mu / 2 - eps / mu))) - delta
-
-        high = 1.0
-        while excess(high) < 0:
-            high *= 2
-        return float(brentq(excess, 1e-9, high, xtol=1e-9)) if excess(1e-9) < 0 else 1e-9
-
-    grid = [largest_epsilon * i / 16 for i in range(17)]
-    values = [needed(eps) for eps in grid]
-    top = max(range(17), key=values.__getitem__)
-    near = (grid[max(top - 1, 0)], grid[min(top + 1, 16)])
-    if near[0] == near[1]:
-        return values[top]
-    peak = minimize_scalar(lambda eps: -needed(eps), bounds=near, method="bounded", options={"xatol": 1e-3 * near[1]})
-    return max(values[top], float(-peak.fun))

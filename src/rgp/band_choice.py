@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rgp.accountants import coarse_bound
 from rgp.bands import calibrate, coefficients, events, group_rate, noise_in_weights, noise_of_a_step
-from rgp.composition import Event, coarse_epsilon, composed_epsilon, merge, rough_epsilon
+from rgp.composition import Event, merge, rough_epsilon
 from rgp.validate import check_count, check_positive
 
 SAME = 1.01  # two numbers of bands whose noise differs by less than this ratio count as equal: the smaller one wins
 WORTH = 1.05  # and against independent noise, whose single steps are quieter, correlated noise must win by this one
 _ROUGH = 1.25  # how far Rényi accounting with a few orders may be off when two numbers of bands are compared
+_SLACK = 1.003  # sigmas are compared to a thousandth
 _SPACING = 1.4  # ratio of neighbouring numbers of bands that `choose` looks at
 
 
@@ -61,43 +63,53 @@ def choose(
     accountant: str = "pld",
     momentum: float = 0.0,
     rates: Sequence[float] | np.ndarray | None = None,
+    stay: int | None = None,
     vector_bytes: int = 0,
     most_bytes: float = math.inf,
+    most_step_factor: float = math.inf,
 ) -> Choice:
     """The number of bands with the least noise in the weights over the run, from public numbers alone.
 
     Independent noise (1) unless something else is 5% better; of two numbers within 1%, the smaller one.
 
+    stay: steps for which carriers stay. Past noise counts as lost when they turn, so no more is promised than is delivered;
+        and noise is not taken back over more steps than that.
     vector_bytes, most_bytes: b - 1 vectors of this size are kept, and may take that much
+    most_step_factor: the noise of a single step may become this many times larger
 
-    Formal guarantees (tests/test_bands.py): bands x batch_size <= dataset_size; (bands - 1) x vector_bytes <= most_bytes;
-    `calibrate` of the chosen number gives the noise multiplier.
+    Formal guarantees (tests/test_bands.py): bands x batch_size <= dataset_size; bands <= stay;
+    (bands - 1) x vector_bytes <= most_bytes; step_factor <= most_step_factor unless noise is independent; `calibrate` of the
+    chosen number gives the noise multiplier.
     """
     check_count("steps", steps, least=1)
     check_count("dataset_size", dataset_size, least=1)
     check_positive("batch_size", batch_size)
     q = group_rate(batch_size / dataset_size, 1)
-    most = min(steps, int(dataset_size / batch_size + 1e-9))
+    most = min(steps, int(dataset_size / batch_size + 1e-9), steps if stay is None else stay)
     if vector_bytes > 0 and most_bytes < math.inf:
         most = min(most, 1 + max(0, int(most_bytes // vector_bytes)))
     budget = (q, steps, epsilon, delta)
 
     # Rényi accounting and a constant rate tell in milliseconds which numbers cannot be the best one.
-    by_bands = {b: coefficients(b, steps, momentum=momentum) for b in _candidates(steps, most)}
-    rough, sigma = {}, 1.0
+    by_bands = {b: coefficients(b, steps, momentum=momentum, stay=stay) for b in _candidates(steps, most)}
+    rough: dict[int, tuple[float, float]] = {}
+    sigma = 1.0
     for b, c in by_bands.items():
         sigma = _approximate_sigma(lambda e: rough_epsilon(merge(e), delta), b, *budget, guess=sigma)
-        rough[b] = (sigma, sigma * noise_in_weights(c, steps, momentum=momentum)[0])
+        if b > 1 and sigma * noise_of_a_step(c, steps, stay=stay) > _ROUGH * most_step_factor * rough[1][0]:
+            continue
+        rough[b] = (sigma, sigma * noise_in_weights(c, steps, momentum=momentum, stay=stay)[0])
     least = min(noise for _, noise in rough.values())
 
     def cost(planned: Iterable[Event]) -> float:
-        merged = merge(planned)
-        return coarse_epsilon(merged, delta) if accountant == "pld" else composed_epsilon(merged, delta, accountant)
+        return coarse_bound(merge(planned), delta, accountant)
 
     sigmas, noise = {}, {}
     for b in (b for b, (_, value) in rough.items() if b == 1 or value <= _ROUGH * least):
         sigmas[b] = _approximate_sigma(cost, b, *budget, guess=rough[b][0])
-        noise[b] = sigmas[b] * noise_in_weights(by_bands[b], steps, momentum=momentum, rates=rates)[0]
+        single = sigmas[b] * noise_of_a_step(by_bands[b], steps, stay=stay)
+        if b == 1 or single <= most_step_factor / _SLACK * sigmas[1]:
+            noise[b] = sigmas[b] * noise_in_weights(by_bands[b], steps, momentum=momentum, rates=rates, stay=stay)[0]
     best = min(b for b, value in noise.items() if value <= SAME * min(noise.values()))
     best = 1 if noise[1] <= WORTH * noise[best] else best
     return evaluate(
@@ -109,6 +121,7 @@ def choose(
         accountant=accountant,
         momentum=momentum,
         rates=rates,
+        stay=stay,
         independent=sigmas[1] if best > 1 else None,  # to a thousandth, for a factor that is shown with one digit
     )
 
@@ -123,6 +136,7 @@ def evaluate(
     accountant: str = "pld",
     momentum: float = 0.0,
     rates: Sequence[float] | np.ndarray | None = None,
+    stay: int | None = None,
     independent: float | None = None,
 ) -> Choice:
     """What this number of bands is worth at this budget. `independent`: sigma of independent noise, if it is known."""
@@ -132,10 +146,10 @@ def evaluate(
             epsilon=epsilon, delta=delta, sampling_rate=sampling_rate, steps=steps, bands=b, accountant=accountant
         )
 
-    c = coefficients(bands, steps, momentum=momentum)
+    c = coefficients(bands, steps, momentum=momentum, stay=stay)
     sigma = sigma_at(bands)
     independent = sigma_at(1) if independent is None else independent
-    here = noise_in_weights(c, steps, momentum=momentum, rates=rates)
+    here = noise_in_weights(c, steps, momentum=momentum, rates=rates, stay=stay)
     alone = noise_in_weights([1.0], steps, momentum=momentum, rates=rates)
     return Choice(
         bands=bands,
@@ -143,7 +157,7 @@ def evaluate(
         noise_multiplier=sigma,
         factor_mean=independent * alone[0] / (sigma * here[0]),
         factor_last=independent * alone[1] / (sigma * here[1]),
-        step_factor=sigma * noise_of_a_step(c, steps) / independent,
+        step_factor=sigma * noise_of_a_step(c, steps, stay=stay) / independent,
     )
 
 

@@ -35,12 +35,13 @@ from rgp.rules.fallback import loop, name_of, with_copies
 from rgp.rules.forms import make_form
 from rgp.rules.owners import Owned, Owners
 from rgp.slots import Slot
+from rgp.torchstate import saved_tensors_hooks
 
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_saved_tensors_hooks = saved_tensors_hooks()
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
-# operations with a dropout of their own: where its probability stands among the arguments
+# operations with dropout inside: the position of its probability among the arguments
 DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 
 
@@ -57,21 +58,23 @@ class Capture(TorchFunctionMode):
         super().__init__()
         self.sharded = sharded  # whether parameters are whole in the forward pass only
         self._slots = slots  # id of a parameter -> its slot
-        self._derived: dict[int, tuple[Tensor, Slot, bool, int]] = {}  # what stands for parameters in this micro-batch
+        self._derived: dict[
+            int, tuple[Tensor, Slot, bool, int]
+        ] = {}  # tensors that take the place of parameters in this micro-batch
         self.examples: int | None = None
         self.in_backward = False
         self.recomputes = False  # whether the backward pass may run operations of the forward pass again
-        self._forms: dict[Slot, Tensor | None] = {}  # as what a parameter was used: what was derived from it, or itself
+        self._forms: dict[
+            Slot, Tensor | None
+        ] = {}  # the form in which each parameter was used: as it is, or derived from it
         self.own_passes = OwnPasses(slots, model)
         self.constants = Constants(model, lambda tensor: self.slot(tensor) is not None)
         self.owners = Owners()
         self.looped: set[tuple[str, tuple[str, ...]]] = set()  # operations and parameters the fallback was used for
         self.uneven: list[Node] = []  # means of this micro-batch with a divisor that is not the same for all examples
         self.rehearsing = False  # whether dropout is left out, and outputs are noted (checks/rehearsal.py)
-        self.rehearsing_compiled = (
-            False  # whether a compiled module is to be rehearsed as it is, compiled (compiled.py)
-        )
-        self.outputs: list[Output] = []  # of operations with trained parameters, while it is rehearsed
+        self.rehearsing_compiled = False  # whether compiled modules run compiled in a rehearsal (compiled.py)
+        self.outputs: list[Output] = []  # outputs of operations with trained parameters, during a rehearsal
 
     def names(self) -> dict[int, str]:
         """Id of a trained parameter -> its name."""
@@ -132,7 +135,7 @@ class Capture(TorchFunctionMode):
         self._derived[id(tensor)] = (*self._derived[id(tensor)][:3], -1)
 
     def hand_on(self, result: Tensor, slot: Slot, transposed: bool) -> Tensor:
-        """What the model gets of something computed from parameters: a leaf, whose gradients go to the slot alone."""
+        """Give the model what was computed from parameters as a leaf, whose gradients go to the slot alone."""
         value = result.detach().requires_grad_()
         name = slot.entry.name
 
@@ -149,7 +152,7 @@ class Capture(TorchFunctionMode):
         return value
 
     def used_as(self, slot: Slot, form: Tensor | None) -> None:
-        """Its parameter is used as it is (None), or as something that was derived from it: as one of them, not both."""
+        """Note that the slot's parameter is used as it is (None) or in a derived form; it must not be used as both."""
         before = self._forms.setdefault(slot, form)
         with torch._C.DisableTorchFunction():
             same = before is form or (before is not None and form is not None and torch.equal(before, form))
@@ -244,7 +247,7 @@ class Capture(TorchFunctionMode):
         return looped
 
     def _by_rule(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """By the operation's rule; NotImplemented if it has none, or none for this way of calling it."""
+        """Apply the operation's rule; NotImplemented if it has none, or none for this way of calling it."""
         rule = RULES.get(func)
         if self.owners and func not in PICKED:
             self._refuse_picked(func, args, kwargs)
@@ -263,7 +266,7 @@ class Capture(TorchFunctionMode):
                 name = next(slot for t in _operands(args, kwargs) if (slot := self.slot(t)) is not None).entry.name
                 raise UnsupportedError(
                     f"parameter {name!r} met rows that an index had picked out of the batch, in {name_of(func)}, whose rule "
-                    "knows examples in their order only. Freeze it, or use linear layers and elementwise operations there."
+                    "needs the examples in their order. Freeze it, or use linear layers and elementwise operations there."
                 )
 
     def _used_as_they_are(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -279,7 +282,7 @@ class Capture(TorchFunctionMode):
 
     def _meets_no_batch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensors = tensors_in((args, kwargs))
-        if func is Tensor.__getitem__:  # weight[e]: one number, wherever it is from, says which part it is and no more
+        if func is Tensor.__getitem__:  # weight[e]: one number, wherever it comes from, only selects a part
             tensors = (t for t in tensors if t.dim() or t.is_floating_point())
         return not any(map(self._is_of_batch, tensors))
 
@@ -298,12 +301,12 @@ class Capture(TorchFunctionMode):
         return self.slot(tensor) is None and tensor not in self.constants
 
     def _has_examples(self, tensor: Tensor) -> bool:
-        """Whether dropping entries of this is each example's own matter. Of weights, or of one mask for all, it is not."""
+        """Whether dropping entries of this affects each example on its own. Dropping weights, or one mask for all, does not."""
         assert self.examples is not None
         return self._is_of_batch(tensor) and tensor.dim() > 0 and tensor.shape[0] % self.examples == 0
 
     def rows(self, *tensors: Tensor) -> int | Owned:
-        """Whose rows these have: the number of examples, if they come first, or the owners of rows that were picked."""
+        """Which examples the rows belong to: the number of examples, if they come first, or the owners of picked rows."""
         assert self.examples is not None
         found = [owned for tensor in tensors if self.owners and (owned := self.owners.of(tensor)) is not None]
         if len({id(owned) for owned in found}) > 1:

@@ -42,7 +42,7 @@ class Released:
     history: Factors | None = None  # the sum of updates, where no initial weights are kept (thin.py)
 
     def matrix(self, source: str, dtype: torch.dtype) -> Tensor | Factors:
-        """The matrix (p, d) whose principal subspace is wanted; the weight's where a source has nothing yet."""
+        """The matrix (p, d) whose principal subspace is wanted; the weight while the source has nothing yet."""
         if source == "history" and self.initial is not None:
             return torch.sub(self.weight.detach(), self.initial).flatten(1).to(dtype)
         chosen = {"weight": self.weight, "momentum": self.momentum, "public": self.public, "history": self.history}[
@@ -115,7 +115,7 @@ def _householder(Y: Tensor) -> Tensor:
 class CarrierSearch:
     """Finds every carried parameter's carriers at the beginning of a step, from released state alone.
 
-    public_loss: of the model on public data, for source="public".
+    public_loss: the model's loss on public data, for source="public".
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class CarrierSearch:
             self._thin.turned_at = step
 
     def source(self, step: int) -> str:
-        """What carriers are found in: the weight, as long as the update or its momentum says nothing yet."""
+        """The source that carriers are found in: the weight, until there is an update or momentum to look at."""
         method: Any = self._trained.plan.method
         warmup = method.warmup_steps if method.warmup_steps is not None else max(1, round(self._steps / 10))
         if method.source in ("history", "momentum") and step < warmup:

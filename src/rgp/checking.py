@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rgp import rules
 from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
+from rgp.checks.arguments import check_model
 from rgp.clipping import Gradients
 from rgp.errors import UnsupportedError
 from rgp.methods import RGP, Method
 from rgp.plan import make_plan
-from rgp.privatize import check_model
 from rgp.slots import CarriedSlot, DeferredSlot, make_slot
 from rgp.streams import Streams
 from rgp.torchstate import as_tree, is_compiled, uncompiled
@@ -67,6 +68,7 @@ def check(
     double: work on a float64 copy of the model, in evaluation mode so that dropout does not differ.
 
     Finds wrong layouts, operations without exact rules, and losses that mix examples, such as a mean over all tokens.
+    What the model draws from torch's generators for an example in the batch, it gets again when that example is alone.
     """
     method = RGP() if method is None else method
     model = copy.deepcopy(uncompiled(model))
@@ -83,12 +85,15 @@ def check(
     m = len(tensors[0])
     if double:
         batch = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
-    layout = _captured(model, batch, loss_fn, method, m, loss_reduction)
+    draws = _Draws(m)
+    with draws:
+        layout = _captured(model, batch, loss_fn, method, m, loss_reduction)
     errors = dict.fromkeys(layout, 0.0)
     for i in range(m):
         one = tree_map(lambda t, i=i: t[i : i + 1] if isinstance(t, Tensor) and t.dim() and len(t) == m else t, batch)
         model.zero_grad(set_to_none=True)
-        loss_fn(model, one).sum().backward()
+        with draws.of_example(i):
+            loss_fn(model, one).sum().backward()
         parameters = dict(model.named_parameters())
         whole = torch.stack([p.grad.norm() for p in parameters.values() if p.grad is not None]).norm()
         for name, (slot, found) in layout.items():
@@ -136,6 +141,38 @@ def _captured(model, batch, loss_fn, method, m, loss_reduction):
             found = list(columns / slot.entry.scale) if slot.used else None
         layout[name] = (slot, found)
     return layout
+
+
+class _Draws(TorchFunctionMode):
+    """Keeps what a pass over m examples draws at random, and gives each example its own part of it when it is alone."""
+
+    def __init__(self, m: int) -> None:
+        super().__init__()
+        self._m = m
+        self._kept: list[Tensor] = []
+        self._example: int | None = None
+        self._next = 0
+
+    def of_example(self, i: int) -> _Draws:
+        self._example, self._next = i, 0
+        return self
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        before = torch.default_generator.get_state()
+        result = func(*args, **(kwargs or {}))
+        drew = not torch.equal(before, torch.default_generator.get_state())
+        if not drew or not isinstance(result, Tensor) or result.requires_grad:  # the last: computed, and not only drawn
+            return result
+        if self._example is None:
+            self._kept.append(result.detach().clone())
+            return result
+        self._next += 1
+        if self._next > len(self._kept):
+            return result
+        kept = self._kept[self._next - 1]
+        if kept.shape != result.shape and kept.dim() and result.dim() and len(kept) == self._m * len(result):
+            kept = kept[self._example * len(result) :][: len(result)]
+        return result.copy_(kept) if kept.shape == result.shape else result
 
 
 def _released_form(slot, gradient: Tensor | None, parameter: Tensor) -> Tensor:

@@ -7,7 +7,7 @@
       initial.safetensors       W_0, where the method needs it; written once
       secret.json               what the random streams are made of; readable by the owner alone, never to be published,
                                 deleted when the run is finished and saved or closed
-      past-noise.checkpoint-120  what correlated noise has to take back; as secret, and deleted with it
+      past-noise.checkpoint-120  what correlated noise has to take back; just as secret, and deleted with it
 
 Formal guarantees (tests/test_checkpoint.py, tests/repository/test_torture.py):
 - a crash at any moment leaves the old checkpoint or the new one
@@ -23,39 +23,44 @@ import json
 import os
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rgp import methods
 from rgp._version import __version__
-from rgp.distributed import Ranks, find_ranks, share_ledger, share_streams
+from rgp.agreement import share_ledger, share_streams
+from rgp.checks.arguments import check_model, check_trainable
+from rgp.distributed import Ranks, find_ranks
+from rgp.encoding import Tensors, decode, distinct, encode
 from rgp.files import NEW, PAST_NOISE, make_folder, remove, sync_folder, write_atomically, write_file, write_json
 from rgp.ledger import Ledger
 from rgp.loading import Loading
 from rgp.mechanism import Mechanism
-from rgp.members import Members, as_members
 from rgp.methods import Method
 from rgp.noise import noise_source
 from rgp.plan import Entry, Plan
-from rgp.privatize import assemble, check_model, check_trainable
+from rgp.privatize import assemble
 from rgp.run import Run
-from rgp.sampling import check_dataset
+from rgp.same_run import (
+    check_header,
+    check_same_run,
+    describe_model,
+    find_members,
+    find_method,
+    group_names,
+)
 from rgp.sharding import Sharding, gather, load_whole, shard_state
 from rgp.streams import Streams
 from rgp.torchstate import is_sharded, uncompiled
-from rgp.units import Rows, Unit
 
 FORMAT = 1
 LATEST, STATE, SECRET, INITIAL = "latest", "state.json", "secret.json", "initial.safetensors"
 DRAFT = ".draft"
 Folder = str | os.PathLike[str]
-Tensors = dict[str, Tensor]
 
 
 # ---------------------------------------------------------------------- save
@@ -64,7 +69,7 @@ Tensors = dict[str, Tensor]
 def save(run: Run, folder: Folder) -> None:
     """Write a checkpoint. May be called at any time; an unfinished logical batch is repeated after resuming.
 
-    Of several ranks the first one writes, and the others need not call it, unless weights are sharded: then all must.
+    With several ranks the first one writes, and the others need not call it, unless weights are sharded: then all must.
     """
     sharded = any(is_sharded(p) for p in run.model.parameters())
     initial: Tensors = run.initial
@@ -123,7 +128,7 @@ def save(run: Run, folder: Folder) -> None:
 
 
 def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    weights, aliases = _distinct(gather(run.model.state_dict(), run.ranks))
+    weights, aliases = distinct(gather(run.model.state_dict(), run.ranks))
     optimizer: Tensors = {}
     encoded = encode(run.optimizer.state_dict(), optimizer, "optimizer")
     optimizer = gather(optimizer, run.ranks)
@@ -133,13 +138,13 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
         **run.state(),
         "ledger": {"count": run.ledger.count, "head": run.ledger.head},
         "settings": {**run.mechanism.to_json(), **run.loading.to_json()},
-        "method": _method_to_json(run.plan.method),
+        "method": run.plan.method.to_json(),
         "plan": [asdict(entry) for entry in run.plan],
-        "model": _describe_model(run.model),
+        "model": describe_model(run.model),
         "aliases": aliases,
         "optimizer": {
             "class": type(run.optimizer).__name__,
-            "groups": _group_names(run.optimizer, run.model),
+            "groups": group_names(run.optimizer, run.model),
             "state": encoded,
         },
         "scheduler": None if run.scheduler is None else _scheduler_to_json(run.scheduler),
@@ -151,7 +156,7 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
 
 
 def _save_secret(run: Run, path: Path, *, keep: str | None, name: str) -> None:
-    """The streams' secret, and two counts that are private, for the checkpoint that counts now and the one to come."""
+    """The streams' secret, and two private counts, for the current checkpoint and for the one that is being written."""
     secret = run.secret_state()
     private = {name: {key: secret.pop(key) for key in ("bad_examples", "never_used")}}
     if run.loading.members is not None:
@@ -163,7 +168,7 @@ def _save_secret(run: Run, path: Path, *, keep: str | None, name: str) -> None:
 
 
 def _save_past_noise(run: Run, path: Path) -> None:
-    """Nothing, and nothing of an interrupted earlier save, where there is nothing to take back."""
+    """Write what correlated noise has to take back; if that is nothing, remove what an interrupted save may have left."""
     past = {str(i): vector.cpu() for i, vector in enumerate(run.past_noise())}
     if past:
         write_file(path, _safetensors().save(past), mode=0o600)
@@ -233,10 +238,10 @@ def resume(
         )
     here = folder / name
     state = _read_state(here, ranks)
-    method = _method(state["method"], method)
+    method = find_method(state["method"], method)
     mechanism = Mechanism.from_json(state["settings"])
     kept = state["settings"]
-    members = _members(units, mechanism.unit, dataset)
+    members = find_members(units, mechanism.unit, dataset)
     loading = Loading(
         microbatch_size=kept["microbatch_size"] if microbatch_size is None else microbatch_size,
         views=kept["views"],
@@ -250,7 +255,7 @@ def resume(
     )
     plan = Plan(tuple(_entry(e) for e in state["plan"]), method)
     called, model = model, uncompiled(model)
-    _check_same(state, mechanism, model, optimizer, scheduler, dataset, batch_size)
+    check_same_run(state, mechanism, model, optimizer, scheduler, dataset, batch_size)
     check_model(model)
     check_trainable(model, plan, optimizer)
     if (getattr(method, "source", None) == "public") != (public_loss is not None):
@@ -261,16 +266,16 @@ def resume(
     ledger = share_ledger(ranks, lambda: Ledger.open(folder, append=True))
     try:
         ledger.check_contains(state["ledger"]["count"], state["ledger"]["head"])
-        _check_header(ledger, mechanism)
+        check_header(ledger, mechanism)
         if ledger.repaired:
             warnings.warn(ledger.repaired)
-        if ranks.first:  # of a process that was killed while it wrote it
+        if ranks.first:  # left by a process that was killed while writing it
             (folder / (SECRET + NEW)).unlink(missing_ok=True)
             for unfinished in folder.glob(PAST_NOISE + "*" + NEW):
                 unfinished.unlink()
         secret, private = _read_secret(folder / SECRET, name, ranks)
         if members is not None and secret is not None and private["units"] != members.digest(secret.secret):
-            raise ValueError("not the run that was saved: units says of some rows that they are another unit's")
+            raise ValueError("not the run that was saved: units assigns some rows to other units")
         streams = share_streams(ranks, secret or Streams.from_system())
         _load_weights(model, _read_tensors(here / "model.safetensors", ranks), state["aliases"])
         # checkpoints before 0.2 did not name their source
@@ -304,7 +309,9 @@ def resume(
     initial = _read_tensors(folder / INITIAL, ranks) if run.initial else None
     same = ranks.from_first(lambda: secret is not None and state["replay"] == _replay_conditions(run.loading, ranks))
     past: list[Tensor] = []
-    if same or ledger.count == state["ledger"]["count"]:  # what cannot be computed again forgets: see release.py
+    if (
+        same or ledger.count == state["ledger"]["count"]
+    ):  # a run that cannot be repeated starts a new chain: see release.py
         past = _read_past_noise(folder / (PAST_NOISE + name), state.get("past_noise", 0), ranks)
     replay_from = state["ledger"]["count"] if same else ledger.count
     run.load(state, kinds, initial, private, replay_from=replay_from, past_noise=past)
@@ -317,77 +324,13 @@ def resume(
     return run
 
 
-def _members(units: Any, unit: Unit, dataset: Any) -> Members | None:
-    """The rows of the saved run's units. Their number is checked here, whose they are with the secret."""
-    if isinstance(unit, Rows):
-        if units is not None:
-            raise ValueError("not the run that was saved: it has no units, every row is one; leave units out")
-        return None
-    if units is None:
-        raise ValueError(f"the run protects {unit.describe()}: give units, as before")
-    members = as_members(units, None if isinstance(units, Members) else unit.rows_per_unit)
-    assert members is not None
-    members.check(check_dataset(dataset))
-    if (members.unit.size, members.unit.rows_per_unit) != (unit.size, unit.rows_per_unit):
-        raise ValueError(
-            f"not the run that was saved: units are {members.unit.size}, of at most {members.unit.rows_per_unit} rows, and were "
-            f"{unit.size}, of at most {unit.rows_per_unit}"
-        )
-    return members
-
-
-def _check_same(
-    state: Mapping[str, Any],
-    mechanism: Mechanism,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    dataset: Any,
-    batch_size: int | Callable[[int], int] | None,
-) -> None:
-    """Refuse with everything that differs from the saved run."""
-    sizes = [batch_size(t) if callable(batch_size) else batch_size for t in range(mechanism.steps)]
-    pairs: list[tuple[str, Any, Any]] = [
-        *(
-            [("dataset size", check_dataset(dataset), mechanism.dataset_size)]
-            if isinstance(mechanism.unit, Rows)
-            else []
-        ),
-        *[(f"batch_size at step {t}", now, mechanism.batch_size(t)) for t, now in enumerate(sizes) if now is not None],
-        ("optimizer", type(optimizer).__name__, state["optimizer"]["class"]),
-        ("scheduler", scheduler and type(scheduler).__name__, state["scheduler"] and state["scheduler"]["class"]),
-    ]
-    there, here = state["model"], _describe_model(model)
-    for name in [*there, *(n for n in here if n not in there)]:
-        pairs.append((f"model's {name!r}", here.get(name, "missing"), there.get(name, "missing")))
-    different = [f"{what} is {now}, and was {before}" for what, now, before in pairs if now != before]
-    if not different and _group_names(optimizer, model) != state["optimizer"]["groups"]:
-        different = ["the optimizer's parameter groups hold other parameters, or in another order"]
-    if different:
-        more = f" (and {len(different) - 4} more)" if len(different) > 4 else ""
-        raise ValueError(f"not the run that was saved: {'; '.join(different[:4])}{more}")
-
-
-def _check_header(ledger: Ledger, mechanism: Mechanism) -> None:
-    """The checkpoint's settings are those the ledger's first line tells of."""
-    for key, value in mechanism.header().items():
-        if key != "version" and _without_version(ledger.header.get(key)) != _without_version(value):
-            raise ValueError(
-                f"not the run that was saved: the checkpoint has {key} {value}, and the ledger {ledger.header.get(key)}"
-            )
-
-
-def _without_version(value: Any) -> Any:
-    return {k: v for k, v in value.items() if k != "version"} if isinstance(value, dict) else value
-
-
 def _read_secret(path: Path, name: str, ranks: Ranks) -> tuple[Streams | None, dict[str, Any]]:
     private: dict[str, Any] = {"bad_examples": 0, "never_used": []}
     data = ranks.read(path)
     if data is None:
         return None, private
     if ranks.first and os.name == "posix" and path.stat().st_mode & 0o077:
-        warnings.warn(f"{path} can be read by others, who can then take the noise away. Protect it: chmod 600 {path}")
+        warnings.warn(f"{path} can be read by others, who could then remove the noise. Protect it: chmod 600 {path}")
     content = json.loads(data)
     return Streams(bytes.fromhex(content["secret"]), known=content["known"]), content["private"].get(name, private)
 
@@ -401,111 +344,15 @@ def _replay_conditions(loading: Loading, ranks: Ranks) -> dict[str, Any]:
     return {"microbatch_size": loading.microbatch_size, "threads": torch.get_num_threads(), "processes": ranks.size}
 
 
-# ---------------------------------------------------------------------- what the run is, as JSON
-
-
-def _method_to_json(method: Method) -> dict[str, Any]:
-    found = {f.name: getattr(method, f.name) for f in fields(method)}
-    return {
-        "name": type(method).__name__,
-        "fields": {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items()},
-    }
-
-
-def _method(saved: Mapping[str, Any], given: Method | None) -> Method:
-    if given is None:
-        kind = getattr(methods, saved["name"], None)
-        if not (isinstance(kind, type) and issubclass(kind, Method)):
-            raise ValueError(f"the run's method {saved['name']} is not one of rgp's: give it as method=")
-        return kind(**saved["fields"])
-    now = _method_to_json(given)
-    if now["name"] != saved["name"]:
-        raise ValueError(f"not the run that was saved: method is {now['name']}, and was {saved['name']}")
-    defaults = _method_to_json(type(given)())["fields"]  # what an older version did not know had its default
-    both = [(k, v, saved["fields"].get(k, defaults[k])) for k, v in now["fields"].items()]
-    different = [f"method's {k} is {v!r}, and was {before!r}" for k, v, before in both if v != before]
-    if different:
-        raise ValueError(f"not the run that was saved: {'; '.join(different)}")
-    return given
-
-
 def _entry(saved: Mapping[str, Any]) -> Entry:
     found: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
     return Entry(**found)
-
-
-def _describe_model(model: nn.Module) -> dict[str, str]:
-    """Name -> shape, kind of number, and the name it is tied to."""
-    first: dict[int, str] = {}
-    found = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied = first.setdefault(id(parameter), name)
-        kind = str(parameter.dtype).removeprefix("torch.")
-        found[name] = f"{list(parameter.shape)} {kind}" + ("" if tied == name else f" tied to {tied}")
-    return found
-
-
-def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    names = {id(p): n for n, p in model.named_parameters()}
-    return [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _scheduler_to_json(scheduler: Any) -> dict[str, Any]:
     if not hasattr(scheduler, "state_dict"):
         raise ValueError(f"the scheduler, a {type(scheduler).__name__}, has no state_dict() and cannot be saved")
     return {"class": type(scheduler).__name__, "state": encode(scheduler.state_dict(), None, "scheduler")}
-
-
-# ---------------------------------------------------------------------- nested state without pickle
-
-
-def encode(value: Any, tensors: Tensors | None, path: str) -> Any:
-    """Nested dicts, lists, tuples and scalars as JSON; tensors go to `tensors`, under the path where they were met."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Tensor) and tensors is not None:
-        tensors[path] = value
-        return {"tensor": path}
-    if isinstance(value, Mapping):
-        kind = "counter" if isinstance(value, Counter) else "dict"
-        if all(isinstance(k, (str, int)) for k in value):
-            return {kind: [[k, encode(v, tensors, f"{path}.{k}")] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encode(v, tensors, f"{path}.{i}") for i, v in enumerate(value)]}
-    if hasattr(value, "item") and not isinstance(value, Tensor):  # a numpy number
-        return encode(value.item(), tensors, path)
-    raise ValueError(
-        f"{path} is a {type(value).__name__} and cannot be saved: checkpoints hold numbers, text and tensors, no pickle"
-    )
-
-
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind in ("dict", "counter"):
-        found = {k: decode(v, tensors) for k, v in content}
-        return Counter(found) if kind == "counter" else found
-    return (tuple if kind == "tuple" else list)(decode(v, tensors) for v in content)
-
-
-def _distinct(state: Mapping[str, Any]) -> tuple[Tensors, dict[str, str]]:
-    """Tied tensors once, and which name stands for which."""
-    seen: dict[tuple[Any, ...], str] = {}
-    tensors: Tensors = {}
-    aliases = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"the model's state {name!r} is a {type(value).__name__}; a checkpoint holds tensors only")
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
-        if (first := seen.setdefault(key, name)) == name:
-            tensors[name] = value
-        else:
-            aliases[name] = first
-    return tensors, aliases
 
 
 # ---------------------------------------------------------------------- files
@@ -531,7 +378,7 @@ def _write_tensors(path: Path, tensors: Tensors) -> None:
 
 
 def _read_tensors(path: Path, ranks: Ranks) -> Tensors:
-    """As tensors of their own: what safetensors gives may be a window on the file."""
+    """Copies, because what safetensors returns may be a view of the file."""
     if ranks.size == 1:
         return {k: t.clone() for k, t in _safetensors().load_file(path).items()}
     return {k: t.clone() for k, t in _safetensors().load(_read(path, ranks)).items()}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rgp import accounting
 from rgp import bands as correlated
+from rgp.accountants import ACCOUNTANTS, accountant_help, find_accountant
 from rgp.band_choice import choose, evaluate
 from rgp.rounding import finite, percent_up, round_up
 
@@ -60,7 +61,7 @@ if typer is not None:
         ),
     ]
     Accountant = Annotated[
-        str, typer.Option(metavar="pld|rdp", help="pld is tight; rdp is larger, for comparison with older papers.")
+        str, typer.Option(metavar="|".join(ACCOUNTANTS), help=f"How losses are added up. {accountant_help()}.")
     ]
     Bands = Annotated[
         str,
@@ -109,8 +110,8 @@ def account(
         **({} if units is None else {"units": units}),
     }
     sentence = "Without noise there is no privacy: epsilon is infinite."
-    if accountant == "pld":
-        meaning = accounting.meaning(events, delta=delta)
+    if find_accountant(accountant).profile is not None:
+        meaning = accounting.meaning(events, delta=delta, accountant=accountant)
         facts |= {
             "mu": meaning.mu,
             "tpr_at_0.001": meaning.tpr_at_0_1_percent,

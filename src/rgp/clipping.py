@@ -18,12 +18,12 @@ from rgp.checks.sketches import sketch
 from rgp.clips import Bound, clip_factors
 from rgp.grouping import UnitRows
 from rgp.members import Group
-from rgp.slots import DeferredSlot, Slot
+from rgp.slots import CarriedSlot, DeferredSlot, Slot
 from rgp.torchstate import in_full_precision
 
 BLOCK = 256  # columns summed in the buffer's own precision; sums of blocks are float64
 TINY = 1e-20  # squares of entries that matter for a smaller one may have been flushed to zero in float32
-CANCELLING = 100  # terms of one example that exceed its clipped sum by this are summed apart
+CANCELLING = 100  # terms of one example that exceed its clipped sum by this are summed separately
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Gradients:
     def begin_batch(self, bound: Bound) -> None:
         """Start a logical batch: lay out the columns anew (sides may have changed) and forget any partial sum."""
         self._bound = bound
+        for slot in self.slots:
+            slot.begin_batch()
         self.where: dict[str, slice] = {}
         self._padding: list[slice] = []  # columns that fill a group's last block; they stay zero
         start = 0
@@ -207,6 +209,7 @@ class Gradients:
         """A few numbers of every example's gradient, by parameter (checks/rehearsal.py); ends the micro-batch. Private."""
         found = {}
         with torch.no_grad():
+            self._put_in_order()
             for slot in self.slots:
                 name = slot.entry.name
                 if isinstance(slot, DeferredSlot):
@@ -223,12 +226,25 @@ class Gradients:
     def take(self) -> ClippedSum:
         """The logical batch's sum; zeros if it had no example."""
         total = self.reserve()
+        self._put_in_order()
         self._total = None
         return ClippedSum(total, self._bound.sensitivity, self.examples, self._bad)
 
     def rows(self) -> Tensor:
         """The micro-batch's per-example gradients (m, D), before clipping; private."""
+        self._put_in_order()
         return self._rows
+
+    @torch.no_grad()
+    def _put_in_order(self) -> None:
+        """Columns as they are released, where a rule has filled them in another order (slots.py)."""
+        for slot in self.slots:
+            if isinstance(slot, CarriedSlot) and slot.taps_first:
+                where = self.where[slot.entry.name]
+                slot.put_in_order(self._rows[:, where])
+                if self._total is not None:
+                    slot.put_in_order(self._total[where].unsqueeze(0))
+                slot.taps_first = False
 
 
 def squared_norms(rows: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ SMALLEST, LARGEST = 1e-10, 1e10  # outside of this, squares of float32 gradients
 class Bound:
     """How one step clips, and what follows for the noise. Clipping, noise and ledger all read it here.
 
-    norms: C of each group (one group, unless groups are clipped apart); None without clipping.
-    gamma: of automatic clipping; None otherwise.
-    count_weight: what a half counts in the released coordinate of the count; 0 without one.
+    norms: C of each group (one group, unless groups are clipped separately); None without clipping.
+    gamma: that of automatic clipping; None otherwise.
+    count_weight: the weight of the count in its released coordinate; 0 without one.
     """
 
     norms: tuple[float, ...] | None
@@ -117,7 +117,7 @@ class FlatClip(ClipRule):
 class AutoClip(ClipRule):
     """Automatic clipping (Bu et al. 2022): every example's gradient g becomes norm * g / (|g| + gamma).
 
-    norm: what |g| comes close to; it scales the update and its noise alike.
+    norm: what |g| comes close to; it scales both the update and its noise.
     gamma: keeps tiny gradients tiny.
     """
 
@@ -128,7 +128,7 @@ class AutoClip(ClipRule):
         _check_norm("AutoClip's norm", self.norm)
         if not check_positive("AutoClip's gamma", self.gamma) >= SMALLEST:
             raise ValueError(
-                f"AutoClip's gamma must be at least {SMALLEST:g}, or rounding decides over tiny gradients; got {self.gamma!r}"
+                f"AutoClip's gamma must be at least {SMALLEST:g}, or rounding dominates tiny gradients; got {self.gamma!r}"
             )
 
     @property
@@ -141,7 +141,7 @@ class AutoClip(ClipRule):
 
 @dataclass(frozen=True)
 class GroupClip(ClipRule):
-    """Clip groups of parameters apart: parameter-name pattern (as in fnmatch) -> that group's largest norm.
+    """Clip groups of parameters separately: parameter-name pattern (as in fnmatch) -> that group's largest norm.
 
     The first pattern that matches counts; end with "*". Noise is sigma times the joint sensitivity sqrt(sum C_k^2).
     """
@@ -234,7 +234,7 @@ RULES: dict[str, type[ClipRule]] = {kind.__name__: kind for kind in (AutoClip, G
 
 
 def as_rule(clip: float | Callable[[int], float] | ClipRule | None, steps: int) -> ClipRule:
-    """What a user gave as `clip`, as a rule."""
+    """The `clip` argument as a rule."""
     if isinstance(clip, ClipRule):
         return clip
     if clip is None:

@@ -82,8 +82,9 @@ class _Carried(_Recorder, CarriedSlot):
         self.set_carriers(Lt, R, real.sides)
         self._found: dict[str, Tensor] = {}
 
-    def keep_thin(self, dLt: Tensor | None, dR: Tensor | None) -> None:
+    def keep_thin(self, dLt: Tensor | None, dR: Tensor | None, *, taps_first: bool = False) -> None:
         self.check_open()
+        dR = self._reordered(dR, taps_first=False) if taps_first and dR is not None else dR
         for side, value in (("dLt", dLt), ("dR", dR)):
             if value is not None:
                 self._found[side] = self._found[side] + value if side in self._found else value
@@ -95,7 +96,7 @@ class _Carried(_Recorder, CarriedSlot):
 class _Dense(_Recorder, DenseSlot):
     """Records G_i, summed over the uses of the parameter."""
 
-    def __init__(self, real: DenseSlot, m: int) -> None:
+    def __init__(self, real: Slot, m: int) -> None:
         super().__init__(real.entry)
         self._m, self._found = m, None
 
@@ -325,8 +326,10 @@ class Graph:
         for slot in self._slots.values():
             if isinstance(slot, CarriedSlot):
                 recorders.append(_Carried(slot, next(rest), next(rest)))
+            elif isinstance(slot, DeferredSlot):
+                recorders.append(_Deferred(slot))
             else:
-                recorders.append(_Deferred(slot) if isinstance(slot, DeferredSlot) else _Dense(slot, m))
+                recorders.append(_Dense(slot, m))
         if recorders:
             parameters = [args[i] for i in self._slots]
             own = _Sink.apply(recorders, self._take, len(parameters), *parameters, *rest)
@@ -423,7 +426,7 @@ def _symbols(fakes: Sequence[Any]) -> list[tuple[Any, int, int | None]]:
     """(symbol, input, dimension) of what may change in the shapes of inputs; dimension None: the input is that number."""
     found: dict[Any, tuple[Any, int, int | None]] = {}
     for i, fake in enumerate(fakes):
-        sizes = [(fake, None)] if isinstance(fake, torch.SymInt) else []
+        sizes: list[tuple[Any, int | None]] = [(fake, None)] if isinstance(fake, torch.SymInt) else []
         if isinstance(fake, Tensor):
             sizes = [(size, at) for at, size in enumerate(fake.shape) if isinstance(size, torch.SymInt)]
         for size, at in sizes:

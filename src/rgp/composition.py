@@ -1,6 +1,6 @@
 """Events -> privacy loss: composition on dp-accounting's grids, always on the pessimistic side.
 
-accounting.py asks here; nothing else does.
+What accountants.py makes its accountants of.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
 from rgp.validate import check_count
-
-ACCOUNTANTS = ("pld", "rdp")
 
 # Privacy losses are put on a grid of this width, always on the pessimistic side. It is dp-accounting's own default, so
 # anyone can reproduce our numbers with a bare PLDAccountant.
@@ -27,31 +25,13 @@ _TOLERANCE = 1e-3  # relative error of epsilon above which the grid is made fine
 _MOST_BINS = 250_000  # about one second of work; a wider range of losses gets a coarser grid
 _MANY_KINDS = 4  # a schedule with more kinds of events than this starts on a coarser grid
 _MOST_KINDS = 64  # a schedule with more kinds than this is rounded, to the pessimistic side, until it has no more
-_FEW_ORDERS = (
-    1.5,
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    10,
-    12,
-    16,
-    20,
-    24,
-    32,
-    48,
-    64,
-    128,
-    256,
-    1024,
-)  # enough to know the size of epsilon
+# enough to know the size of epsilon
+_FEW_ORDERS = (1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 1024)
 
 
 @dataclass(frozen=True)
 class Event:
-    """One drawn batch and everything released from it; `count` of them, if they are alike.
+    """One drawn batch and everything released from it; `count` of them, if they are equal.
 
     sampling_rate: probability q with which each example is drawn
     noise_multiplier: noise standard deviation over sensitivity; `combine` gives it for several quantities of one batch
@@ -120,20 +100,6 @@ def _rounded(event: Event, least_sigma: float, most_q: float, log_ratio: float) 
     return replace(event, sampling_rate=q, noise_multiplier=sigma)
 
 
-@lru_cache(maxsize=4096)
-def composed_epsilon(merged: tuple[Event, ...], delta: float, accountant: str) -> float:
-    if not merged:
-        return 0.0
-    if any(event.noise_multiplier == 0 for event in merged):
-        return math.inf
-    try:
-        if accountant == "pld":
-            return read_epsilon(composed_pld(merged, delta), delta, merged)
-        return read_epsilon(compose(make_accountant("rdp"), merged), delta)
-    except (OverflowError, ZeroDivisionError):  # noise of a thousandth of the clip norm, or less: nothing is protected
-        return math.inf
-
-
 @lru_cache(maxsize=2)  # megabytes each
 def composed_pld(merged: tuple[Event, ...], delta: float) -> Any:
     """The composed PLD, on a grid fine enough for `delta`.
@@ -146,8 +112,8 @@ def composed_pld(merged: tuple[Event, ...], delta: float) -> Any:
     interval = min(first / 10, grid_interval(merged, coarse))
     finer = first / interval
     while True:
-        pld = compose(make_accountant("pld", interval), merged)
-        fine = read_epsilon(pld, delta, merged)
+        pld = compose(pld_ledger(interval), merged)
+        fine = read_epsilon(pld, delta, fft_rounding(merged))
         error = (coarse - fine) / (finer**2 - 1) / max(fine, 1e-9)
         if error <= _TOLERANCE or interval <= _FINEST_INTERVAL:
             return pld
@@ -157,9 +123,34 @@ def composed_pld(merged: tuple[Event, ...], delta: float) -> Any:
 
 @lru_cache(maxsize=4096)
 def coarse_epsilon(merged: tuple[Event, ...], delta: float) -> float:
-    """An upper bound, at a tenth of the work of `composed_epsilon`."""
-    pld = make_accountant("pld", 10 * grid_interval(merged, rough_epsilon(merged, delta)))
-    return read_epsilon(compose(pld, merged), delta, merged)
+    """An upper bound, at a tenth of the work of `composed_pld`."""
+    return read_epsilon(compose(coarse_ledger(merged, delta), merged), delta, fft_rounding(merged))
+
+
+def coarse_ledger(merged: Sequence[Event], delta: float) -> EitherNeighbour:
+    """A PLD ledger, still empty, on a grid ten times coarser than these events deserve: an upper bound that is cheap."""
+    return pld_ledger(10 * grid_interval(merged, rough_epsilon(merged, delta)))
+
+
+def pld_profile(merged: tuple[Event, ...], delta: float) -> Callable[[float], float]:
+    """delta as a function of epsilon, rounded up, on the grid that is fine enough for the given delta."""
+    pld, slack = composed_pld(merged, delta), fft_rounding(merged)
+
+    def profile(epsilon: float) -> float:
+        return min(1.0, max(0.0, float(pld.get_delta(epsilon))) + slack)
+
+    return profile
+
+
+def renyi_best_of(merged: tuple[Event, ...], mean: float, shape: float, delta: float) -> float:
+    """The epsilon of the best of K such runs, K from dp-accounting's repeat-and-select (Papernot and Steinke 2022)."""
+    from dp_accounting import dp_event
+
+    runs = [dp_event.SelfComposedDpEvent(poisson_event(e), int(e.count)) for e in merged]
+    ledger = renyi_ledger()
+    with _without_absl_warnings():
+        ledger.compose(dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(runs), mean, shape))
+    return float(ledger.get_epsilon(delta))
 
 
 def grid_interval(merged: Sequence[Event], size: float) -> float:
@@ -181,18 +172,21 @@ def rough_epsilon(merged: Sequence[Event], delta: float) -> float:
         for e in merged
         if e.noise_multiplier > 0
     ]
-    return read_epsilon(compose(make_accountant("rdp", orders=_FEW_ORDERS), plain), delta)
+    return read_epsilon(compose(renyi_ledger(_FEW_ORDERS), plain), delta)
 
 
-def make_accountant(kind: str, interval: float = _INTERVAL, orders: Sequence[float] | None = None) -> Any:
+def pld_ledger(interval: float = _INTERVAL) -> EitherNeighbour:
     from dp_accounting import NeighboringRelation
 
     neighbours = NeighboringRelation.ADD_OR_REMOVE_ONE
-    if kind == "pld":
-        return EitherNeighbour(_quick_accountant()(neighbours, value_discretization_interval=interval))
+    return EitherNeighbour(_quick_accountant()(neighbours, value_discretization_interval=interval))
+
+
+def renyi_ledger(orders: Sequence[float] | None = None) -> Any:
+    from dp_accounting import NeighboringRelation
     from dp_accounting.rdp import RdpAccountant
 
-    return RdpAccountant(orders, neighbours)
+    return RdpAccountant(orders, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
 @cache
@@ -233,15 +227,12 @@ def _sampled_gaussian(rate: float, sigma: float, interval: float) -> Any:
 class EitherNeighbour:
     """A PLD accountant that keeps a second one where draws are cut.
 
-    There the neighbours with one example more and with one less are not alike: an example of N is drawn more often than
+    There the neighbours with one example more and with one less differ: an example of N is drawn more often than
     one of N + 1. Whatever is asked, the larger answer is given.
     """
 
     def __init__(self, accountant: Any) -> None:
         self._more, self._less = accountant, None
-
-    def supports(self, release: Any) -> bool:
-        return self._more.supports(release)
 
     def compose(self, release: Any, count: int, less: Any = None) -> None:
         """less: the release for a neighbour with one example less, where that is another one."""
@@ -262,32 +253,32 @@ class EitherNeighbour:
 
 
 def compose(ledger: Any, merged: Iterable[Event]) -> Any:
+    """Add the events to a ledger of dp-accounting's. Only a PLD ledger takes events with `max_batch`."""
     from dp_accounting import dp_event
 
     with _without_absl_warnings():
         for e in merged:
-            release: Any = dp_event.GaussianDpEvent(e.noise_multiplier)
             if e.max_batch is not None and e.dataset_size is not None:
-                release, less = (
+                more, less = (
                     dp_event.TruncatedSubsampledGaussianDpEvent(size, e.sampling_rate, e.max_batch, e.noise_multiplier)
                     for size in (e.dataset_size + 1, e.dataset_size)
                 )
-                if not ledger.supports(release):
-                    raise ValueError(
-                        f"max_batch={e.max_batch}: Rényi accounting has no bound for batches cut to a maximum. "
-                        'Use accountant="pld", or no max_batch.'
-                    )
-                ledger.compose(release, int(e.count), less)
-                continue
-            if e.sampling_rate < 1:
-                release = dp_event.PoissonSampledDpEvent(e.sampling_rate, release)
-            ledger.compose(release, int(e.count))
+                ledger.compose(more, int(e.count), less)
+            else:
+                ledger.compose(poisson_event(e), int(e.count))
     return ledger
 
 
-def read_epsilon(ledger: Any, delta: float, rounded: Iterable[Event] = ()) -> float:
-    """Epsilon at delta, less what rounding may have taken from it in the events that went through an FFT."""
-    slack = fft_rounding(rounded)
+def poisson_event(event: Event) -> Any:
+    """One such release as dp-accounting's event, where draws are not cut."""
+    from dp_accounting import dp_event
+
+    release = dp_event.GaussianDpEvent(event.noise_multiplier)
+    return release if event.sampling_rate == 1 else dp_event.PoissonSampledDpEvent(event.sampling_rate, release)
+
+
+def read_epsilon(ledger: Any, delta: float, slack: float = 0.0) -> float:
+    """Epsilon at delta. slack: by how much rounding may have lowered the ledger's deltas (`fft_rounding`)."""
     if delta <= 2 * slack:
         raise ValueError(
             f"delta={delta} is too small for PLD accounting of so many batches, whose rounding errors reach "
@@ -324,11 +315,3 @@ def _without_absl_warnings() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(reject)
-
-
-# Checks
-
-
-def check_accountant(accountant: str) -> None:
-    if accountant not in ACCOUNTANTS:
-        raise ValueError(f'accountant={accountant!r} must be "pld" (tight, the default) or "rdp" (as in the paper).')

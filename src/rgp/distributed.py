@@ -10,7 +10,7 @@ Formal guarantees (tests/test_distributed.py):
 - every example of a draw is on exactly one rank
 - noise is added once per release, on the first rank
 - no rank has a release before its line in the ledger is durable
-- a rank that dies, leaves or differs from the others stops all of them; nobody goes on alone
+- a rank that dies, leaves or differs from the others stops all of them; no rank continues alone
 
 One process is the special case `Ranks()`, so the engine reads the same with and without others. gloo and NCCL go
 through the same calls. Messages are JSON and tensors, no pickle.
@@ -18,10 +18,9 @@ through the same calls. Messages are JSON and tensors, no pickle.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -31,14 +30,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from rgp import errors
-from rgp.errors import RankError, UnsupportedError
-from rgp.ledger import Ledger
-from rgp.streams import Streams
-from rgp.torchstate import as_tree, bits_of, forked_rng, is_sharded, kept_rng, seed_others
+from rgp.errors import RankError
+from rgp.torchstate import bits_of, is_sharded
 
 NOTE = 1024  # bytes of a short message, sent in one piece
 PIECE = 1 << 28  # bytes of a long one that are sent at once
@@ -61,7 +57,7 @@ class RankReport:
     used: tuple[int, ...] = ()  # per trained parameter
 
 
-SAME = ("step numbers", "draws", "releases on record", "weights", "carriers")  # of all ranks: columns 1 to 5
+SAME = ("step numbers", "draws", "releases on record", "weights", "carriers")  # sums over all ranks: columns 1 to 5
 COUNTS = len(fields(RankReport)) - 1  # columns before `used`
 
 
@@ -69,7 +65,7 @@ COUNTS = len(fields(RankReport)) - 1  # columns before `used`
 class Traffic:
     """Bytes that one rank puts into and gets out of the collectives of one step.
 
-    plain_bytes_per_step: of plain DistributedDataParallel, which all-reduces the gradients of the same parameters.
+    plain_bytes_per_step: the same for plain DistributedDataParallel, which all-reduces the gradients of the same parameters.
     """
 
     ranks: int
@@ -78,7 +74,7 @@ class Traffic:
 
     @property
     def saved(self) -> float:
-        """How many times less."""
+        """By how many times this is less than plain training sends."""
         return self.plain_bytes_per_step / self.bytes_per_step if self.bytes_per_step else 1.0
 
 
@@ -115,15 +111,15 @@ class Ranks:
         return path.read_bytes() if path.exists() else None
 
     def agree(self, problem: str | None, kind: type[Exception] = ValueError) -> None:
-        """If any rank has a problem, the error of the lowest one, on all ranks."""
+        """Raise the problem of the lowest rank that has one, on all ranks."""
         if problem is not None:
             raise kind(problem)
 
     def leave(self, report: RankReport, error: BaseException) -> None:
-        """This rank will not go on: tell those who wait for it."""
+        """Tell the ranks that wait for this one that it will not continue."""
 
     def fingerprint(self, tensors: Iterable[Tensor]) -> int:
-        """A number that tells tensors apart that should be equal; one pass over them, and none if nobody compares it."""
+        """A number that shows whether tensors that should be equal are; one pass over them, and none if nothing compares it."""
         return 0
 
 
@@ -196,7 +192,7 @@ class Group(Ranks):
                 tensor.copy_(carried)
 
     def _message(self, content: bytes | None, source: int = 0) -> bytes:
-        """Bytes of one rank to all: a short note, and what does not fit in it after it."""
+        """Send one rank's bytes to all: a short note, followed by what does not fit into it."""
         note = torch.zeros(8 + NOTE, dtype=torch.uint8)
         mine = b"" if content is None else content
         if self.rank == source:
@@ -276,7 +272,7 @@ class Group(Ranks):
             if different and STOPS not in conditions:
                 self._lost = (
                     f"the {words} of rank {different[0]} are not those of rank 0 at step {int(rows[0, 1])}. Ranks may only "
-                    "differ in their share of the data: something else than run.step changed the model on one of them, or "
+                    "differ in their share of the data: something other than run.step changed the model on one of them, or "
                     "their machines compute differently. Nothing of this step was released. Resume from the last checkpoint"
                 )
                 raise RankError(self._lost)
@@ -312,7 +308,7 @@ def _row(report: RankReport) -> list[int]:
 
 
 def _error(names: list[str], message: str) -> Exception:
-    """The first rank's error, for another rank; `names` are its class and what that is a kind of."""
+    """The first rank's error, for another rank; `names` are its class and the base classes."""
     known = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError, "OSError": OSError}
     kind = next((k for name in names if (k := getattr(errors, name, None) or known.get(name)) is not None), None)
     found: Any = RankError(f"the first rank failed: {names[0]}: {message}") if kind is None else kind(message)
@@ -320,12 +316,9 @@ def _error(names: list[str], message: str) -> Exception:
     return found
 
 
-# ---------------------------------------------------------------------- the start of a run
-
-
 @contextmanager
 def launched() -> Iterator[Ranks]:
-    """The processes that torchrun or accelerate launch started, joined for the time of a command; else this one alone."""
+    """The processes that torchrun or accelerate launch started, joined while a command runs; otherwise this one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield find_ranks()
         return
@@ -349,117 +342,3 @@ def find_ranks(process_group: dist.ProcessGroup | None = None) -> Ranks:
         raise ValueError("process_group: this process is not in it; only its members may make the run")
     assert process_group is not None
     return Group(process_group) if process_group.size() > 1 else Ranks()
-
-
-def check_same(ranks: Ranks, what: Mapping[str, Any]) -> None:
-    """ValueError on all ranks that names the first thing that is not the same on all of them."""
-    if ranks.size == 1:
-        return
-    mine = {name: repr(value) for name, value in what.items()}
-    theirs = ranks.from_first(lambda: mine)
-    names = [*theirs, *(name for name in mine if name not in theirs)]
-    different = next((name for name in names if mine.get(name) != theirs.get(name)), None)
-    problem = None
-    if different is not None:
-        here, there = _where_they_part(mine.get(different, "missing"), theirs.get(different, "missing"))
-        problem = f"{different} is {here} on rank {ranks.rank}, and {there} on rank 0; all ranks need the same"
-    ranks.agree(problem)
-
-
-def _where_they_part(here: str, there: str, width: int = 60) -> tuple[str, str]:
-    if max(len(here), len(there)) <= 3 * width:
-        return here, there
-    start = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
-    start = max(0, start - width // 2)
-    return f"...{here[start : start + width]}...", f"...{there[start : start + width]}..."
-
-
-@torch.no_grad()
-def share_weights(ranks: Ranks, model: nn.Module) -> None:
-    """The first rank's parameters and buffers to all, as DistributedDataParallel does; their names and shapes must agree."""
-    if ranks.size == 1:
-        return
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    check_same(ranks, {f"the model's {name!r}": (list(t.shape), str(t.dtype)) for name, t in tensors.items()})
-    for tensor in tensors.values():
-        if not is_sharded(tensor):
-            ranks.send(tensor)
-
-
-def share_streams(ranks: Ranks, streams: Streams) -> Streams:
-    """One secret for all: the first rank's. Dropout and augmentation differ from rank to rank all the same."""
-    if ranks.size == 1:
-        return streams
-    secret, known = ranks.from_first(lambda: [streams.secret.hex(), streams.known])
-    return Streams(bytes.fromhex(secret), known=known, rank=ranks.rank)
-
-
-def share_ledger(ranks: Ranks, make: Callable[[], Ledger]) -> Ledger:
-    """The first rank's ledger; the others hold the same lines in memory, for what depends on them."""
-    if ranks.size == 1:
-        return make()
-    kept: list[Ledger] = []
-
-    def lines() -> str:
-        kept.append(make())
-        return kept[0].text().decode()
-
-    text = ranks.from_first(lines)
-    return kept[0] if ranks.first else Ledger.from_text(text.encode())
-
-
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What decides its steps, but the parameters' values."""
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return {
-        "the optimizer": type(optimizer).__name__,
-        "the optimizer's settings": groups,
-        "the optimizer's parameters": [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups],
-    }
-
-
-def describe_dataset(ranks: Ranks, dataset: Any) -> dict[str, Any]:
-    """A digest of a few rows, for ranks to compare: they draw indices together, so their rows must be the same.
-
-    Left out where reading a row twice gives two answers (augmentation with a generator of its own).
-    """
-    if ranks.size == 1:
-        return {}
-    rows = sorted({0, len(dataset) // 2, len(dataset) - 1})
-    pairs = {i: (_digest(dataset, i), _digest(dataset, i)) for i in rows}
-    return {f"row {i} of the dataset": one if one == two else "varies" for i, (one, two) in pairs.items()}
-
-
-def _digest(dataset: Any, index: int) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with kept_rng(), forked_rng(0):
-        seed_others(0)
-        item = dataset[index]
-    for leaf in tree_leaves(as_tree(item)):
-        if isinstance(leaf, Tensor):
-            leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-            digest.update(leaf.detach().cpu().double().numpy().tobytes())
-        elif isinstance(leaf, np.ndarray):
-            digest.update(leaf.tobytes())
-        elif isinstance(leaf, (str, bytes, int, float)):
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()
-
-
-def refuse_wrappers(model: nn.Module) -> None:
-    """Wrappers average gradients over ranks by themselves, before any clipping."""
-    for name, module in model.named_modules():
-        if type(module).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
-            where = "the model" if name == "" else f"module {name!r}"
-            raise UnsupportedError(
-                f"{where} is wrapped in {type(module).__name__}, which averages gradients before they are clipped. It is not "
-                "needed: give privatize the model itself on every process (model.module), and it trains together with the "
-                "others. For sharded weights use torch.distributed.fsdp.fully_shard."
-            )
-
-
-def first_then_others(ranks: Ranks, make: Callable[[], Any]) -> Any:
-    """`make` on every rank, but on the first one before the others: it may fill a cache that they find filled."""
-    kept: list[Any] = []
-    ranks.from_first(lambda: kept.append(make()))
-    return kept[0] if ranks.first else make()

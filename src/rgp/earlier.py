@@ -1,7 +1,7 @@
-"""What was released of the same data before: a model remembers the runs that trained it, and ledgers can be added up.
+"""Earlier releases of the same data: a model remembers the runs that trained it, and ledgers can be added up.
 
 Training "a little longer" with a second `privatize` is a second release of the same people. Each ledger knows its own run, so
-the two have to be told of each other: `privatize(..., after=LEDGER)` counts earlier releases in.
+the second has to be told about the first: `privatize(..., after=LEDGER)` includes its releases.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def earlier_runs(after: Any, unit: Unit | None = None) -> list[Earlier]:
     """The runs that `after` names: ledgers, runs or folders, one or several. One that is given twice counts twice.
 
     unit: what this run protects. Epsilons for different units do not add up: a run that protects rows promises persons less,
-    and one that protects persons, added or removed as a whole, says nothing of one row of theirs.
+    and one that protects persons, added or removed as a whole, says nothing about one row of theirs.
     """
     if after is None:
         return []
@@ -84,7 +84,7 @@ def earlier_runs(after: Any, unit: Unit | None = None) -> list[Earlier]:
 
 def _check_unit(ledger: Ledger, unit: Unit | None) -> None:
     before = unit_from_json(ledger.header.get("unit"), ledger.header["dataset_size"])
-    if unit is None or (before.short, getattr(before, "column", None)) == (unit.short, getattr(unit, "column", None)):
+    if unit is None or (before.noun, before.column) == (unit.noun, unit.column):
         return
     raise ValueError(
         f"after names a run that protects {before.describe()}, and this one protects {unit.describe()}: their epsilons "
@@ -93,7 +93,7 @@ def _check_unit(ledger: Ledger, unit: Unit | None) -> None:
 
 
 def _units(ledger: Ledger) -> str:
-    return unit_from_json(ledger.header.get("unit"), ledger.header["dataset_size"]).short + "s"
+    return unit_from_json(ledger.header.get("unit"), ledger.header["dataset_size"]).noun + "s"
 
 
 def _ledger(given: Any) -> Ledger:

@@ -31,7 +31,7 @@ class WeightMean:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the mean in the place of the weights for a while."""
+        """Replace the weights by their mean for a while."""
         own = {name: p.data for name, p in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():

@@ -14,4 +14,4 @@ class LedgerError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """Another process of a distributed run died, left or differs, so none of them can go on."""
+    """Another process of a distributed run died, left or differs, so none of them can continue."""

@@ -1,4 +1,4 @@
-"""Files that are there completely or not at all: one way to write them, for ledgers, checkpoints, cards and downloads."""
+"""Files that exist completely or not at all: one way to write them, for ledgers, checkpoints, cards and downloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PAST_NOISE = "past-noise."  # with the name of its checkpoint: a secret beside secret.json
+PAST_NOISE = "past-noise."  # followed by the name of its checkpoint; as secret as secret.json
 NEW = ".new"  # what a file is called while it is being written
 
 
@@ -30,7 +30,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """With its parents; the last one for the owner alone, because secrets will lie in it."""
+    """Make a folder and its parents; it is for the owner alone, because secrets will be kept in it."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -38,7 +38,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """With what an interrupted write of it may have left."""
+    """Remove a file, and what an interrupted write of it may have left."""
     for name in (path.name, path.name + NEW):
         path.with_name(name).unlink(missing_ok=True)
 
@@ -107,6 +107,6 @@ def complete_folder(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
 
 
 def bare_name(name: str) -> str:
-    """A file's or folder's name without its place, which is nobody's business; a name on the hub stays as it is."""
+    """A file's or folder's name without its path, which is not to be published; a name on the hub stays as it is."""
     path = Path(name).expanduser()
     return path.resolve().name if path.is_absolute() or path.exists() or name.startswith(".") else name

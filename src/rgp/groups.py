@@ -1,10 +1,10 @@
 """Cyclic Poisson sampling: the examples are dealt into b groups once, and step t draws from group t mod b alone.
 
-So no example takes part twice in b consecutive steps, which is what correlated noise over b steps asks for.
+So no example takes part twice in b consecutive steps, as correlated noise over b steps requires.
 
 Formal guarantees (tests/test_groups.py):
 - each example is in one group, uniform and independent of all others; it depends on the secret and the example's index
-  alone, so that a row added at the end moves nobody
+  alone, so that a row added at the end moves no other
 - at step t each member of group t mod b is drawn independently with probability `rate`, and nobody else is
 - with one group it is `rgp.sampling.draw`, number for number
 """
@@ -16,7 +16,7 @@ import numpy as np
 from rgp.streams import Streams
 from rgp.validate import check_count
 
-DEALING = 1 << 62  # in the place of the step, where no run gets to: what is dealt shares no number with what is drawn
+DEALING = 1 << 62  # used as the step, and larger than any real one: dealing shares no random number with drawing
 
 
 def deal(streams: Streams, size: int, bands: int) -> np.ndarray:

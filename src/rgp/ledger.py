@@ -61,14 +61,14 @@ class Ledger:
     def _clear(self) -> None:
         self.path: Path | None = None
         self.records: list[dict[str, Any]] = []
-        self.repaired: str | None = None  # what was mended when the ledger was opened
+        self.repaired: str | None = None  # what was repaired when the ledger was opened
         self._by_step: dict[int, list[int]] = {}  # step -> positions in records
         self._torn_attempt = -1  # the largest attempt that a torn line can have been
         self._torn: list[int] = []  # positions of torn lines
         self._head = ""
         self._file: int | None = None
-        self._size = 0  # bytes on disk that are known to be good
-        self._tried = b""  # what was being written behind them when an append did not return
+        self._size = 0  # number of bytes on disk that are known to be good
+        self._tried = b""  # what an append that did not return was writing after them
         self._why_closed = ""
         self._process = os.getpid()
 
@@ -76,13 +76,13 @@ class Ledger:
     def open(cls, folder: str | os.PathLike[str], *, append: bool = False) -> Ledger:
         """Read and verify a ledger; a torn last line is counted as a release.
 
-        Reading changes nothing on disk and may be done while a run appends. With `append`, for the one who goes on
-        with the run: the torn line is also replaced on disk, and nobody else may append from then on.
+        Reading changes nothing on disk and may be done while a run appends. With `append`, for whoever
+        continues the run: the torn line is also replaced on disk, and nobody else may append from then on.
         """
         path = Path(folder) / FILE
         if not path.exists():
             raise LedgerError(
-                f"{path} is missing. Without it nobody knows what was released, so the run cannot go on and has no "
+                f"{path} is missing. Without it there is no record of what was released, so the run cannot continue and has no "
                 "epsilon. Put the file back, or start a new run in a new folder."
             )
         self = cls.__new__(cls)
@@ -108,7 +108,7 @@ class Ledger:
         return self
 
     def text(self) -> bytes:
-        """All lines, as they stand on disk."""
+        """All lines, as they are on disk."""
         return b"".join(map(_line, [self.header, *self.records]))
 
     def _load(self, data: bytes) -> None:
@@ -174,7 +174,7 @@ class Ledger:
         return len(self.records)
 
     def of_step(self, step: int, *, since: int = 0) -> list[dict[str, Any]]:
-        """What is on record for a step; with `since`, without the first so many lines of the ledger."""
+        """The releases on record for a step. since: how many lines at the beginning of the ledger to leave out."""
         return [self.records[i] for i in self._by_step.get(step, ()) if i >= since]
 
     def fresh_attempt(self, step: int) -> int:
@@ -191,26 +191,31 @@ class Ledger:
         since = self._by_step.get(step - 1, [-1])[0]
         return any(i < here for i in own) or any(since < i < here for i in self._torn)
 
-    def events(self, group: int | None = None) -> list[Event]:
-        """What the accountant is told: one event per line, equal ones counted together; and those of earlier runs.
+    def events(self, group: int | None = None, *, deal: str | None = None) -> list[Event]:
+        """All releases, for the accountant: one event per line, equal ones counted together; and those of earlier runs.
 
-        A line with a group is charged to that group alone, one without (independent noise; a torn line) to everyone. What
-        is told is what no unit of any group was charged more than; with `group`, what its own were charged.
+        A line with a group is charged to that group alone, one without (independent noise; a torn line) to everyone. The
+        result is the most that a unit of any group was charged; with `group`, what the units of that group were charged. Where
+        groups were dealt anew (a run whose secret was lost), a unit may have been in the worst group of each deal: they add up.
+        `deal`: the one that `group` is a group of, by default the first.
         """
-        charged: dict[int | None, Counter[tuple[Any, ...]]] = {}
+        charged: dict[str | None, dict[int | None, Counter[tuple[Any, ...]]]] = {}
         for r in self.records:
             key = (r["q"], r["sigma"], r.get("max_batch"))
-            charged.setdefault(r.get("group"), Counter())[key] += 1
-        total = charged.pop(None, Counter())
-        groups = charged.values() if group is None else [charged.get(group, Counter())]
-        most: Counter[tuple[Any, ...]] = Counter()
-        for counts in groups:
-            most |= counts  # the larger count of each kind: one kind, as in every run with groups, makes it exact
+            charged.setdefault(r.get("deal"), {}).setdefault(r.get("group"), Counter())[key] += 1
+        total: Counter[tuple[Any, ...]] = Counter()
+        for dealt, counts in charged.items():
+            total += counts.pop(None, Counter())
+            own = group is not None and dealt == deal
+            most: Counter[tuple[Any, ...]] = Counter()
+            for count in [counts.get(group, Counter())] if own else counts.values():
+                most |= count  # the larger count of each kind: one kind, as in every run with groups, makes it exact
+            total += most
         size = self.header["dataset_size"]
         earlier = [Event(*event) for run in self.header.get("after", ()) for event in run["events"]]
         return earlier + [
             Event(q, sigma, count, max_batch=cap, dataset_size=size if cap is not None else None)
-            for (q, sigma, cap), count in (total + most).items()
+            for (q, sigma, cap), count in total.items()
         ]
 
     def check_contains(self, count: int, head: str) -> None:
@@ -256,11 +261,11 @@ class Ledger:
         try:
             size = os.fstat(self._file).st_size
             if size < self._size or not _same_file(self._file, self.path):
-                raise LedgerError(f"{self.path} was removed, replaced or cut while the run was going on. Put it back.")
+                raise LedgerError(f"{self.path} was removed, replaced or cut during the run. Put it back.")
             if size > self._size:  # what an append left that failed or was interrupted: it never returned
                 if not self._tried.startswith(_tail(self._file, self._size)):
                     raise LedgerError(
-                        f"{self.path} was added to by somebody else while the run was going on: another process works on the "
+                        f"{self.path} was added to by someone else during the run: another process works on the "
                         "same folder. End both, and resume one of them."
                     )
                 os.ftruncate(self._file, self._size)
@@ -312,7 +317,7 @@ class Ledger:
         _appending[key] = self
 
     def close(self, why: str = "it was closed") -> None:
-        """Let others append."""
+        """Release the file, so that others may append."""
         if self._file is not None:
             self._closer()
             self._file, self._why_closed = None, why
@@ -327,7 +332,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _tail(file: int, start: int) -> bytes:
-    """What stands in the file from there on. (It is open for appending: where it is read does not matter for writing.)"""
+    """The content of the file from `start` on. (It is open for appending, so reading does not move where it is written.)"""
     os.lseek(file, start, os.SEEK_SET)
     found = b""
     while part := os.read(file, 1 << 16):

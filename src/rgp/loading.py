@@ -30,7 +30,7 @@ class Loading:
     loss_reduction: how the loss of a micro-batch was reduced over its examples
     collate_fn, workers, pin_memory: as for torch's DataLoader
     lengths: one number per row; examples of similar length share a micro-batch
-    members: which rows belong to which unit, where a unit is not a row; microbatch_size counts rows all the same
+    members: which rows belong to which unit, where a unit is not a row; microbatch_size still counts rows
     """
 
     microbatch_size: int | None = None

@@ -42,7 +42,7 @@ class Loop:
         self._current: object | None = None  # the newest iterator over the run
         self._handed: Pass | None = None  # what was handed out last
         self._waiting: Pass | None = None  # the same, as long as it waits for its loss
-        self._failed = False  # whether run.step did not get through
+        self._failed = False  # whether run.step failed
         self._stop = False  # whether the loop is to end early
         self._ended = False  # whether a loop over this run has come to its end
         self._rates: list[float] = []  # learning rates at the beginning of the step
@@ -107,6 +107,7 @@ class Loop:
                         break
                 ended = step.index > index or step.releases.discarded > discarded
                 assert ended or self._stop or step.stopped, "the last micro-batch ends its step"
+            step.writes.check_between()
             self._ended = self.finished and step.index > began
         finally:
             if token is self._current:
@@ -181,7 +182,7 @@ class Loop:
         if self._failed:
             raise WrongUseError(
                 "run.step failed for the last batch, and the loop went on. A batch cannot be left out, or one example would "
-                "decide over others. Start the loop again, `for batch in run`: the step is repeated."
+                "affect others. Start the loop again, `for batch in run`: the step is repeated."
             )
 
     # ------------------------------------------------------------------ passes
@@ -211,7 +212,7 @@ class Loop:
         return flag
 
     def _passes(self, parts: list[list[int]]) -> Iterator[Pass]:
-        """What one logical batch is worked through in."""
+        """The passes in which one logical batch is processed."""
         views = self._loading.views
         for i, part in enumerate(parts):
             group = part.group if isinstance(part, UnitPart) else None
@@ -233,7 +234,7 @@ class Loop:
         return parts
 
     def _attempt(self, step: int) -> int:
-        """Which draw of a step is, or will be, worked on."""
+        """The number of the draw of a step that is, or will be, processed."""
         releases = self._step.releases
         return releases.attempt if step == self._step.index else releases.attempts(step)[0]
 

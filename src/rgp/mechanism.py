@@ -25,7 +25,7 @@ from rgp.accounting import Budget, Event
 from rgp.bands import coefficients as best_coefficients
 from rgp.bands import noise_of_steps
 from rgp.clips import Bound, ClipRule, as_rule, rule_from_json
-from rgp.sampling import Cyclic, Poisson
+from rgp.sampling import Sampling, make_sampling
 from rgp.units import Rows, Unit, unit_from_json
 from rgp.validate import check_count, per_step
 
@@ -34,7 +34,7 @@ FloatSchedule = float | Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Worth:
-    """What correlated noise is worth beside independent noise of the same epsilon, while carriers stay.
+    """What correlated noise gains over independent noise of the same epsilon, or at least that much where carriers turn.
 
     in_weights, at_the_end: how many times smaller the noise in the weights is, over the run and after the last step
     of_a_step: how many times larger the noise of a single step is; an optimizer that divides by it, such as Adam, needs a
@@ -50,12 +50,15 @@ class Worth:
 class Workload:
     """What becomes of the noise: the optimizer's momentum and rates, as far as they are known; public.
 
-    most_bands: what memory, or carriers that turn, allow.
+    stay: steps for which carriers stay; None if they never turn.
+    most_bands, most_step_factor: limits of "auto": what memory allows, and how much larger the noise of a single step may be.
     """
 
     momentum: float = 0.0
     rates: Sequence[float] | None = None
+    stay: int | None = None
     most_bands: int = 1 << 40
+    most_step_factor: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +68,14 @@ class Mechanism:
     unit: whose presence is hidden
     sampling: how units are drawn; it owns q and the divisor
     clip: how far one unit can move the sum
-    sigmas: of each step, the noise's standard deviation over the sensitivity
-    method: the name of what trains, for the ledger
+    sigmas: the noise's standard deviation over the sensitivity, for each step
+    method: its name, for the ledger
     coefficients: c_0 .. c_{b-1} of noise that takes back what earlier steps added (correlated.py); (1.0,) is independent noise
-    worth: what that is worth beside independent noise, where a budget tells
+    worth: what that gains over independent noise; known where there is a budget
     """
 
     unit: Unit
-    sampling: Poisson | Cyclic
+    sampling: Sampling
     clip: ClipRule
     sigmas: tuple[float, ...]
     steps: int
@@ -118,7 +121,7 @@ class Mechanism:
         return std if self.bands == 1 else std * float(_factors(self.coefficients, self.steps)[step])
 
     def noise_words(self) -> str:
-        """Which noise it is, and what that is worth."""
+        """The kind of noise in words, and what it gains."""
         if self.bands == 1:
             return "independent noise"
         words = f"noise correlated over {self.bands} steps"
@@ -133,13 +136,12 @@ class Mechanism:
         return self.sampling.event(self.rate(step), self.sigma(step))
 
     def events(self) -> list[Event]:
-        """What the accountant is told of the whole run, as it is planned."""
-        last = -(-self.steps // self.bands)  # turns that the first group has, and no other has more
-        counts = Counter((self.rate(t), self.sigma(t)) for t in range(last))
+        """The events of the whole run, as planned: what the accountant is given."""
+        counts = Counter((self.rate(t), self.sigma(t)) for t in range(self.sampling.turns(self.steps)))
         return [self.sampling.event(rate, sigma, n) for (rate, sigma), n in counts.items()]
 
     def worst_event(self) -> Event:
-        """What no step costs more than."""
+        """An event that costs at least as much as any step."""
         return self.sampling.event(self.sampling.largest_rate, min(self.sigmas))
 
     def charge(self, step: int, bound: Bound | None = None) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class Mechanism:
         correlated: dict[str, Any] = {"bands": self.bands, "coefficients": list(self.coefficients)}
         return {
             "dataset_size": self.dataset_size,
-            **self._unit_json(),
+            **self.unit.to_json(),
             "steps": self.steps,
             "delta": self.delta,
             "accountant": self.accountant,
@@ -166,7 +168,9 @@ class Mechanism:
             "method": self.method,
             "version": __version__,
             "worst": {
-                **{k: v for k, v in self.charge(worst).items() if k != "group"},  # nobody knows whose: everyone pays
+                **{
+                    k: v for k, v in self.charge(worst).items() if k != "group"
+                },  # the group of a lost line is unknown: all are charged
                 "q": event.sampling_rate,
                 "sigma": event.noise_multiplier,
             },
@@ -178,7 +182,7 @@ class Mechanism:
         planned = [self.clip.planned(t) for t in range(self.steps)]
         return {
             "dataset_size": self.dataset_size,
-            **self._unit_json(),
+            **self.unit.to_json(),
             "steps": self.steps,
             "batch_sizes": _runs(self.sampling.batch_sizes),
             "max_batch": self.sampling.max_batch,
@@ -193,11 +197,6 @@ class Mechanism:
             **({"worth": asdict(self.worth)} if self.worth is not None else {}),
         }
 
-    def _unit_json(self) -> dict[str, Any]:
-        return (
-            {} if isinstance(self.unit, Rows) else {"unit": self.unit.to_json()}
-        )  # rows are what files mean without it
-
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Mechanism:
         size = saved["dataset_size"]
@@ -206,7 +205,9 @@ class Mechanism:
         worth = saved.get("worth")
         return cls(
             unit=unit_from_json(saved.get("unit"), size),
-            sampling=_sampling(size, _values(saved["batch_sizes"]), len(coefficients), saved["max_batch"]),
+            sampling=make_sampling(
+                size, _values(saved["batch_sizes"]), bands=len(coefficients), max_batch=saved["max_batch"]
+            ),
             coefficients=coefficients,
             worth=worth and Worth(**worth),
             clip=rule_from_json(saved["clip_rule"], clips),
@@ -279,8 +280,8 @@ def plan_mechanism(
     delta = budget.delta if budget is not None else delta
     delta = accounting.default_delta(size) if delta is None else delta
     accounting.check_delta(delta, size)
-    b, worth = _bands(bands, workload, steps, size, batch_sizes, max_batch, noise_multiplier, budget, delta)
-    sampling = _sampling(size, batch_sizes, b, max_batch)
+    b, worth = _bands(bands, workload, steps, size, batch_sizes, max_batch, noise_multiplier, budget, delta, spent)
+    sampling = make_sampling(size, batch_sizes, bands=b, max_batch=max_batch)
     if budget is not None:
         if rule.first is None:
             raise ValueError("clip=None bounds nothing, so no noise can protect anyone; give clip= a number")
@@ -302,7 +303,7 @@ def plan_mechanism(
         budget=budget,
         accountant="pld" if budget is None else budget.accountant,
         method=method,
-        coefficients=tuple(best_coefficients(b, steps, momentum=workload.momentum).tolist()) if b > 1 else (1.0,),
+        coefficients=_coefficients(b, steps, workload),
         worth=worth,
     )
     for step in range(steps) if rule.adapts else ():
@@ -310,18 +311,17 @@ def plan_mechanism(
     return mechanism
 
 
-def _batch_sizes(batch_size: Any, steps: int, unit: Unit) -> tuple[int, ...]:
-    size = unit.size
-    allowed = f"an integer from 1 to the dataset's size {size}"
-    if not isinstance(unit, Rows):
-        allowed = f"an integer from 1 to the number of units {size} (it counts each {unit.short} once)"
-    return per_step("batch_size", batch_size, steps, lambda b: isinstance(b, Integral) and 0 < int(b) <= size, allowed)
-
-
-def _sampling(size: int, batch_sizes: tuple[int, ...], bands: int, max_batch: int | None) -> Poisson | Cyclic:
+def _coefficients(bands: int, steps: int, workload: Workload) -> tuple[float, ...]:
     if bands == 1:
-        return Poisson(size=size, batch_sizes=batch_sizes, max_batch=max_batch)
-    return Cyclic(size=size, batch_sizes=batch_sizes, bands=bands)
+        return (1.0,)
+    return tuple(best_coefficients(bands, steps, momentum=workload.momentum, stay=workload.stay).tolist())
+
+
+def _batch_sizes(batch_size: Any, steps: int, unit: Unit) -> tuple[int, ...]:
+    def fits(value: Any) -> bool:
+        return isinstance(value, Integral) and 0 < int(value) <= unit.size
+
+    return per_step("batch_size", batch_size, steps, fits, unit.allowed_batch_sizes())
 
 
 def _bands(
@@ -334,6 +334,7 @@ def _bands(
     noise_multiplier: Any,
     budget: Budget | None,
     delta: float,
+    spent: Sequence[Event],
 ) -> tuple[int, Worth | None]:
     """The number of bands, checked or chosen, and what it is worth."""
     if bands == 1 and not isinstance(bands, bool):
@@ -352,20 +353,23 @@ def _bands(
     elif bands == "auto" and budget is None:
         why = "there is no budget at which to compare: give budget= in place of noise_multiplier=, or a number of bands"
     elif isinstance(bands, int) and bands > steps:
-        why = f"the run has {steps} steps, and nothing can be taken back over more"
+        why = f"the run has {steps} steps, and noise cannot be taken back over more"
     if why is not None:
         raise ValueError(f"bands={bands!r} (correlated noise) cannot be used: {why}. Or leave bands out.")
     if budget is None:
         return check_count("bands", bands), None
-    if bands == "auto" and workload.most_bands == 1:
-        return 1, None
+    # Of what is left at least: the more there is, the more correlated noise is worth.
+    left = budget.epsilon - accounting.epsilon(spent, delta=delta, accountant=budget.accountant)
+    if left <= 0 or (bands == "auto" and 1 in (workload.most_bands, workload.stay)):
+        return (1 if bands == "auto" else check_count("bands", bands)), None
     asked: dict[str, Any] = {
         "steps": steps,
-        "epsilon": budget.epsilon,
+        "epsilon": left,
         "delta": delta,
         "accountant": budget.accountant,
         "momentum": workload.momentum,
         "rates": workload.rates,
+        "stay": workload.stay,
     }
     if bands == "auto":
         chosen = band_choice.choose(
@@ -374,6 +378,7 @@ def _bands(
             batch_size=batch_sizes[0],
             vector_bytes=1,
             most_bytes=workload.most_bands - 1,
+            most_step_factor=workload.most_step_factor,
         )
     else:
         chosen = band_choice.evaluate(check_count("bands", bands), sampling_rate=batch_sizes[0] / size, **asked)
@@ -384,15 +389,14 @@ def _bands(
     )
 
 
-def _calibrated(budget: Budget, delta: float, sampling: Poisson | Cyclic, spent: Sequence[Event]) -> float:
+def _calibrated(budget: Budget, delta: float, sampling: Sampling, spent: Sequence[Event]) -> float:
     before = accounting.epsilon(spent, delta=delta, accountant=budget.accountant)
     if before >= budget.epsilon:
         raise ValueError(
-            f"the earlier runs that `after` names have spent epsilon {before:.4g} at delta={delta:g}: nothing of the budget of "
-            f"{budget.epsilon:g}, which covers them too, is left"
+            f"the earlier runs that `after` names have spent epsilon {before:.4g} at delta={delta:g}: nothing is left of the "
+            f"budget of {budget.epsilon:g}, which covers them too"
         )
-    turns = -(-len(sampling.batch_sizes) // (sampling.bands if isinstance(sampling, Cyclic) else 1))
-    counts = Counter(map(sampling.rate, range(turns)))
+    counts = Counter(map(sampling.rate, range(sampling.turns(len(sampling.batch_sizes)))))
 
     def events(sigma: float) -> list[Event]:
         return [*spent, *(sampling.event(rate, sigma, n) for rate, n in counts.items())]

@@ -31,11 +31,11 @@ MOST = 0.5  # a unit with more than this share of the rows is worth a warning
 
 @dataclass(frozen=True)
 class Group:
-    """Whose the rows of one micro-batch are.
+    """Which units the rows of one micro-batch belong to.
 
     units: their numbers
-    owner: of each row, the place of its unit in `units`
-    share: of each row, its weight in its unit's mean
+    owner: for each row, the position of its unit in `units`
+    share: for each row, its weight in its unit's mean
     begins, ends: False for a piece of a unit that is larger than a micro-batch, and not its first or last one
     """
 
@@ -82,7 +82,7 @@ class Members:
 
     @property
     def rows(self) -> int:
-        """Of the whole dataset; private, because a unit more brings all its rows."""
+        """The number of rows of the whole dataset; private, because a further unit brings all its rows."""
         return len(self._of_row)
 
     @property
@@ -120,15 +120,17 @@ class Members:
         return np.sort(streams.generator("sampling", step, attempt, part=ROWS + unit).choice(rows, most, replace=False))
 
     def digest(self, key: bytes) -> str:
-        """For telling whether the mapping is the same after a resume, or on another rank. Without the key it says nothing."""
+        """Shows whether the mapping is the same after a resume, or on another rank. Without the key it reveals nothing."""
         return hashlib.blake2b(self._of_row.tobytes(), key=key, digest_size=16, person=b"units").hexdigest()
 
 
 def as_members(units: Any, rows_per_unit: int | None) -> Members | None:
-    """What `privatize` was given as units: ids, or what rgp made of them already."""
+    """The `units` argument of `privatize`, as members: it may be ids, or members already."""
     if units is None:
         if rows_per_unit is not None:
-            raise ValueError(f"rows_per_unit={rows_per_unit} goes with units=: one id per row, which says whose it is")
+            raise ValueError(
+                f"rows_per_unit={rows_per_unit} needs units=: one id per row, which says which unit it belongs to"
+            )
         return None
     if isinstance(units, Members):
         if rows_per_unit is not None and rows_per_unit != units.unit.rows_per_unit:

@@ -6,11 +6,14 @@ A method says what a parameter gets by its kind, and how carriers are found. It 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rgp.in_place import ROUNDINGS
 from rgp.validate import check_count, check_one_of, check_positive
+
+if TYPE_CHECKING:
+    from rgp.powersgd import PowerIteration
 
 Treatment = Literal["carried", "exact", "frozen"]
 Kind = Literal["matrix", "head", "bias", "head_bias", "norm", "embedding", "token", "other"]
@@ -56,6 +59,16 @@ class Method:
     def name(self) -> str:
         return type(self).__name__.lower()
 
+    def power_iteration(self) -> PowerIteration | None:
+        """What replaces released gradients by low-rank approximations, where the method does that."""
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint; `naming.method_from_json` reads it."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        settings = {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items()}
+        return {"name": type(self).__name__, "fields": settings}
+
 
 @dataclass(frozen=True)
 class RGP(Method):
@@ -76,7 +89,7 @@ class RGP(Method):
     norm: what is clipped: "intrinsic" (the norm of the projected gradient) or "paper" (|dL|^2 + |dR|^2).
     state: "full" (the optimizer sees full-size gradients) or "thin": its state of carried weights lives in the coordinates
         that are released, and nothing of full size exists but the weights. SGD, Adam, AdamW and AdamCorrected. History is
-        the sum of updates then, as far as the carriers of the day can hold it. Goes with keep of tens of steps.
+        the sum of updates then, as far as the current carriers can represent it. Meant for keep of tens of steps.
     rounding: with state="thin", how updates go into weights of 16 bits: "nearest", "stochastic" (bfloat16; no memory) or
         "compensated" (keeps what was lost, in as many bytes as the weights). Others are not rounded.
     """
@@ -198,6 +211,11 @@ class DPPowerSGD(DPSGD):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("rank", self.rank, least=1)
+
+    def power_iteration(self) -> PowerIteration:
+        from rgp.powersgd import PowerIteration
+
+        return PowerIteration(self.rank, error_feedback=self.error_feedback)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rgp.methods import (
     DPSGD,
     RGP,
@@ -29,6 +32,14 @@ METHODS: dict[str, type[Method]] = {
 }
 UNPROTECTED = tuple(name for name, method in METHODS.items() if not method.private)  # comparisons, run without noise
 LABELS = {"rgp": "RGP", "dpsgd": "DP-SGD", "nonprivate": "no clipping, no noise"}
+
+
+def method_from_json(saved: Mapping[str, Any]) -> Method:
+    """The inverse of `Method.to_json`, for the methods of the table."""
+    for kind in METHODS.values():
+        if kind.__name__ == saved["name"]:
+            return kind(**saved["fields"])
+    raise ValueError(f"the run's method {saved['name']} is not one of rgp's: give it as method=")
 
 
 def label(name: str) -> str:

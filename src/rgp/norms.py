@@ -102,9 +102,12 @@ class OuterUse:
         self.left, self.right = without(bad, self.left), without(bad, self.right)
 
     def add_weighted_sum(self, factors: Tensor, total: Tensor) -> None:
-        left = times(factors, self.left).flatten(0, 1)
-        right = self.right.to(left.dtype).flatten(0, 1)
-        total.view(left.shape[1], right.shape[1]).addmm_(left.T, right)
+        left, right = self.left, self.right
+        if left.shape[2] <= right.shape[2]:  # the thinner one is copied
+            left, right = times(factors, left), at_least_float32(right)
+        else:
+            left, right = at_least_float32(left), times(factors, right)
+        total.view(left.shape[2], right.shape[2]).addmm_(left.flatten(0, 1).T, right.flatten(0, 1))
 
     def unit_squared_norms(self, rows: UnitRows) -> Tensor:
         return unit_outer_squared_norms(self.left, self.right, rows)

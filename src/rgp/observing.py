@@ -1,6 +1,7 @@
-"""Looking on while a run trains: audits, analyses and plans run the very engine, and watch it from here.
+"""Watching a run while it trains: audits, analyses and plans use the real engine, and observe it from here.
 
-What an observer sees before the release is private; what it changes there, an audit's canaries, is on its own account.
+What an observer sees before the release is private; the guarantee does not cover
+what it changes there, such as an audit's canaries.
 """
 
 from __future__ import annotations

@@ -97,35 +97,61 @@ class Plan:
     def noise_dimensions(self) -> int:
         return sum(e.noise_dimensions for e in self.entries)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What somebody should know who has not read the table: what stays as it is, and that the model is small."""
+        return tuple(note for note in (self.frozen_note() or self.share_note(), self.small_note()) if note)
+
     def frozen_note(self) -> str:
-        """One sentence on what stays as it is, how much of the model that is, and how to change it; "" if nothing does.
+        """One sentence on what is not trained, how much of the model that is, and how to train it; "" if everything is.
 
         What was frozen before (requires_grad is False), by overrides, or by a method that trains heads or biases only is
-        left out: whoever chose that knows it.
+        left out: that was the user's choice.
         """
         kinds = {kind for kind, treatment in self.method.treatments.items() if treatment != "frozen"}
         frozen = [e for e in self.entries if e.treatment == "frozen" and e.kind in kinds]
         by_method = [e for e in frozen if e.why not in (AS_YOU_ASKED, NO_GRAD)]
         if not by_method:
             return ""
-        total, left = sum(e.size for e in self.entries), sum(e.size for e in by_method)
-        trained = sum(e.size for e in self.trained)
+        left = sum(e.size for e in by_method)
         names = ", ".join(repr(e.name) for e in by_method[:3]) + (", ..." if len(by_method) > 3 else "")
         return (
-            f"{type(self.method).__name__} leaves {left:,} of the model's {total:,} parameters frozen ({names}) and trains "
-            f"{trained:,}, {trained / total:.0%}; overrides={{{by_method[0].name!r}: 'exact'}} in the method trains one of "
-            "them as well."
+            f"{type(self.method).__name__} leaves {left:,} of the model's {self._size:,} parameters frozen ({names}) and trains "
+            f"{self._share}; overrides={{{by_method[0].name!r}: 'exact'}} in the method trains one of them as well."
         )
+
+    def share_note(self) -> str:
+        """One sentence on the share that is trained where it is below a half; "" elsewhere, and for methods that say so."""
+        if self.method.treatments["matrix"] == "frozen" or 2 * self._trained >= self._size:
+            return ""
+        reasons = sorted({e.why for e in self.entries if e.treatment == "frozen"})
+        return (
+            f"{type(self.method).__name__} trains {self._share} of the model's {self._size:,} parameters; the others are frozen "
+            f"({', '.join(reasons)})."
+        )
+
+    @property
+    def _size(self) -> int:
+        return sum(e.size for e in self.entries)
+
+    @property
+    def _trained(self) -> int:
+        return sum(e.size for e in self.trained)
+
+    @property
+    def _share(self) -> str:
+        percent = 100 * self._trained / max(1, self._size)
+        return f"{self._trained:,}, {percent:.0f}%" if percent >= 1 else f"{self._trained:,}, {percent:.2g}%"
 
     def small_note(self) -> str:
         """One sentence where carriers are used on a model so small that DP-SGD should be tried first; "" elsewhere."""
         carried = [e for e in self.entries if e.treatment == "carried"]
-        trained = sum(e.size for e in self.trained)
-        if not (carried and self.method.private and trained < SMALL_MODEL):
+        if not (carried and self.method.private and self._trained < SMALL_MODEL):
             return ""
         return (
-            f"Try method=rgp.DPSGD() first: {trained:,} trained parameters are few. Below {SMALL_MODEL:,}, carriers save little "
-            "memory, and convolutional networks of that size came out two to five points better without them, at the same noise."
+            f"Try method=rgp.DPSGD() first: {self._trained:,} trained parameters are few. Below {SMALL_MODEL:,}, carriers save "
+            "little memory, and convolutional networks of that size came out two to five points better without them, at the "
+            "same noise."
         )
 
     def __str__(self) -> str:
@@ -149,9 +175,7 @@ class Plan:
                 for i, (cell, w) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
 
-        total = sum(e.size for e in self.entries)
-        trained = sum(e.size for e in self.trained)
-        foot = f"{trained:,} of {total:,} parameters trained; noise in {self.noise_dimensions:,} dimensions"
+        foot = f"{self._trained:,} of {self._size:,} parameters trained; noise in {self.noise_dimensions:,} dimensions"
         notes = [note] if (note := self.small_note()) else []
         return "\n".join([line(header), line(tuple("-" * w for w in widths)), *map(line, rows), foot, *notes])
 
@@ -219,7 +243,7 @@ def _treat(entry: Entry, parameter: Tensor, method: Method, names: list[str]) ->
         )
     if treatment == "carried":
         if len(entry.shape) < 2:
-            if asked and any(name in method.overrides for name in names):  # a wider pattern may well catch biases too
+            if asked and any(name in method.overrides for name in names):  # a wider pattern may match biases too
                 raise ValueError(f"{entry.name!r} has shape {entry.shape}: only matrices and kernels can be carried")
             treatment, rank = "exact", 0
         else:
@@ -247,7 +271,7 @@ def _rank(entry: Entry, parameter: Tensor, method: Method, names: list[str]) -> 
 
 
 def _stable_rank(matrix: Tensor) -> float:
-    """|M|_F^2 / |M|_2^2; 1 for a zero or meta matrix. Initial weights are public, so this tells nothing."""
+    """|M|_F^2 / |M|_2^2; 1 for a zero or meta matrix. Initial weights are public, so this reveals nothing."""
     if matrix.is_meta or not matrix.any():
         return 1.0
     matrix = matrix.to(torch.float32 if matrix.dtype in (torch.float16, torch.bfloat16) else matrix.dtype)

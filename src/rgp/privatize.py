@@ -13,32 +13,29 @@ from torch import Tensor, nn
 
 from rgp import rules
 from rgp.accounting import Budget, planned_steps
-from rgp.carriers import CarrierSearch
-from rgp.checks.guards import check_optimizer
-from rgp.clips import ClipRule
-from rgp.distributed import (
-    Ranks,
+from rgp.agreement import (
     check_same,
     describe_dataset,
     describe_optimizer,
-    find_ranks,
-    refuse_wrappers,
     share_ledger,
     share_streams,
     share_weights,
 )
+from rgp.carriers import CarrierSearch
+from rgp.checks.arguments import check_arguments, check_model, check_trainable, unwrapped
+from rgp.checks.repeats import check_repeats
+from rgp.clips import ClipRule
+from rgp.distributed import Ranks, find_ranks
 from rgp.earlier import check_all_named, earlier_runs, remember
 from rgp.ema import WeightMean
-from rgp.errors import UnsupportedError
 from rgp.ledger import Ledger
 from rgp.loading import DEFAULT_MICROBATCH, Loading
 from rgp.mechanism import FloatSchedule, Mechanism, plan_mechanism
 from rgp.members import as_members
-from rgp.methods import RGP, DPPowerSGD, Method
+from rgp.methods import RGP, Method
 from rgp.noise import NoiseSource, noise_source
 from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan, make_plan
-from rgp.powersgd import PowerIteration
 from rgp.release import Releases
 from rgp.run import Run
 from rgp.sampling import check_dataset, check_lengths
@@ -50,7 +47,7 @@ from rgp.torchstate import uncompiled
 from rgp.trained import TrainedModel
 from rgp.units import Rows, Unit
 from rgp.update import Update
-from rgp.workload import check_carriers, workload_of
+from rgp.workload import bands_by_default, check_carriers, default_note, workload_of
 
 
 def privatize(
@@ -71,7 +68,7 @@ def privatize(
     ema: float | None = None,
     microbatch_size: int | None = None,
     max_batch: int | None = None,
-    bands: int | str = 1,
+    bands: int | str | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loss_reduction: str = "mean",
     scheduler: Any = None,
@@ -119,7 +116,8 @@ def privatize(
     max_batch: cap on a drawn batch, with the accounting that belongs to it.
     bands: over how many steps noise is correlated: each step takes back part of what earlier ones added, so that less of it
         stays in the weights. 1 is independent noise; "auto" finds the best number for a budget, and run.mechanism says
-        what it is worth. RGP needs carriers that stay for it, RGP(keep=K). docs/correlated-noise.md
+        what it is worth. RGP needs carriers that stay for it, RGP(keep=K). By default it is "auto" where that can be used
+        with learning rates as they are, and 1 elsewhere; a warning says so. docs/correlated-noise.md
     loss_reduction: how the loss of a micro-batch was reduced over its examples: "mean", "sum", or "none" for a vector
         of one loss per example, the right choice wherever the mean would mix examples (a mean over all tokens).
     scheduler: its step() is called once per logical step.
@@ -171,8 +169,11 @@ def privatize(
     share_weights(ranks, model)
     plan = make_plan(model, method)
     check_trainable(model, plan, optimizer)
-    if ranks.first and (note := plan.frozen_note()):
-        warnings.warn(note)
+    for note in plan.notes if ranks.first else ():
+        warnings.warn(note, stacklevel=2)
+    by_default = bands is None
+    if bands is None:
+        bands = bands_by_default(method, optimizer, budget=budget, batch_size=batch_size, max_batch=max_batch)
     length = steps
     if bands != 1 and epochs is not None and isinstance(batch_size, int):
         length = planned_steps(epochs, size, batch_size)
@@ -189,8 +190,10 @@ def privatize(
         max_batch=max_batch,
         spent=[event for one in earlier for event in one.events],
         bands=bands,
-        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, length),
+        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, length, by_default=by_default),
     )
+    if by_default and mechanism.bands > 1 and ranks.first:
+        warnings.warn(default_note(mechanism, optimizer))
     check_carriers(method, mechanism.bands)
     mechanism.clip.groups([e.name for e in plan.trained])
     if (after is None or earlier) and min(mechanism.sigmas) > 0:
@@ -241,15 +244,16 @@ def assemble(
     slot: Callable[..., Slot] = make_slot,
     called: nn.Module | None = None,
 ) -> Run:
-    """The parts of a run put together; `privatize` and `resume` both end here, and nothing is decided any more.
+    """Put the parts of a run together. `privatize` and `resume` both end here, where nothing is left to decide.
 
-    called: what the loop calls, if torch.compile wrapped the model (compiled.py)."""
+    called: what the loop calls, if torch.compile wrapped the model (compiled.py).
+    """
     rules.load()
+    if plan.method.private and loading.members is None:
+        check_repeats(dataset)
     ranks = Ranks() if ranks is None else ranks
     if loading.microbatch_size is None:
-        most = max(map(mechanism.batch_size, range(mechanism.steps)))
-        if not isinstance(mechanism.unit, Rows):
-            most *= mechanism.unit.rows_per_unit
+        most = max(map(mechanism.batch_size, range(mechanism.steps))) * mechanism.unit.rows_per_unit
         loading = replace(loading, microbatch_size=min(most, DEFAULT_MICROBATCH))
     trained = TrainedModel(model, plan, views=loading.views, slot=slot)
     trained.sharding.check(
@@ -259,105 +263,17 @@ def assemble(
         rgp_AdamCorrected=isinstance(optimizer, AdamCorrected),
     )
     method = plan.method
-    power = None
-    if isinstance(method, DPPowerSGD):
-        power = PowerIteration(method.rank, error_feedback=method.error_feedback)
     thin = ThinState(trained, optimizer, streams) if getattr(method, "state", "full") == "thin" else None
     mean = None if ema is None else WeightMean(trained.trained, ema)
     step = Step(
         trained,
         mechanism,
         CarrierSearch(trained, optimizer, streams, steps=mechanism.steps, public_loss=public_loss, thin=thin),
-        Releases(mechanism, source, ledger, ranks),
-        Update(trained, optimizer, scheduler, streams, ema=mean, power=power, thin=thin),
+        Releases(mechanism, source, ledger, ranks, run_id=streams.run_id),
+        Update(trained, optimizer, scheduler, streams, ema=mean, power=method.power_iteration(), thin=thin),
         views=loading.views,
         loss_reduction=loading.loss_reduction,
         called=called,
     )
     remember(model, ledger, dataset)
     return Run(step, dataset, loading, streams, rehearse=probe)
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of what accelerate's `prepare` returns."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if type(optimizer).__name__ == "AcceleratedOptimizer" and inner is not None else optimizer
-
-
-def check_arguments(
-    model: Any, optimizer: Any, method: Any, scheduler: Any, budget: Any, public_loss: Callable[[], Tensor] | None
-) -> None:
-    """What a user gave is of the right kind, and goes together."""
-    if not isinstance(method, Method):
-        raise TypeError(f"method must be one of rgp's methods, such as rgp.RGP(rank=8); got {method!r}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {model!r}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedError(
-            "the model was scripted or traced by torch.jit, which hides its operations from the engine. Give privatize the "
-            "module as it was before."
-        )
-    if type(optimizer).__module__.partition(".")[0] == "opacus":
-        raise TypeError(
-            f"optimizer is Opacus's {type(optimizer).__name__}, which clips and adds noise by itself. Give privatize the torch "
-            "optimizer that it was made from: optimizer.original_optimizer."
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be an instance of a torch.optim class; got {optimizer!r}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS calls the loss again by itself, which private training cannot allow; use another optimizer"
-        )
-    if scheduler is not None and not hasattr(scheduler, "step"):
-        raise TypeError(f"scheduler must have a step() method; got {scheduler!r}")
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "scheduler is a ReduceLROnPlateau: a rate that follows a metric. On private rows that is a use of them without "
-            "noise. Take a schedule that is known beforehand; or, with a metric on public rows, call its step(metric) "
-            "yourself and leave scheduler out."
-        )
-    if budget is not None and not isinstance(budget, Budget):
-        raise TypeError(f"budget must be an rgp.Budget, such as rgp.Budget(epsilon=8.0, delta=1e-5); got {budget!r}")
-    if (getattr(method, "source", None) == "public") != (public_loss is not None):
-        raise ValueError("source='public' and public_loss= go together: give both, or neither")
-
-
-def check_trainable(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """The plan can be followed on this model, with this optimizer."""
-    check_plan(model, plan)
-    check_optimizer(optimizer, dict(model.named_parameters()), {e.name for e in plan.trained})
-
-
-def check_model(model: nn.Module, *, meta: bool = False) -> None:
-    """Refuse models that mix the examples of a batch, or that are not ready. meta: weights need not be loaded."""
-    refuse_wrappers(model)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise UnsupportedError(
-                f"module {name!r} is {type(module).__name__} in training mode: it mixes the examples of a batch, so no clipping "
-                "bounds one example's influence. rgp.fix(model) replaces it by GroupNorm; or keep its statistics: .eval()."
-            )
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training and module.track_running_stats:
-            raise UnsupportedError(
-                f"module {name!r} is {type(module).__name__} with running statistics, which would be computed from "
-                "private data without noise. Make it with track_running_stats=False, or call .eval() on it."
-            )
-    if not meta and any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model has parameters on the meta device; load its weights first")
-
-
-def check_plan(model: nn.Module, plan: Plan) -> None:
-    if not plan.trained:
-        raise ValueError("the plan trains nothing: every parameter is frozen (requires_grad is False, or overrides)")
-    trained = {e.name for e in plan.trained}
-    for name, parameter in model.named_parameters():
-        if name in trained and parameter.is_complex():
-            raise UnsupportedError(
-                f"parameter {name!r} is complex, and its imaginary part would be lost. Freeze it (overrides={{{name!r}: "
-                "'frozen'}), or keep the two parts in real parameters and combine them with torch.complex."
-            )
-    devices = {p.device for n, p in model.named_parameters() if n in trained}
-    if len(devices) > 1:
-        raise ValueError(
-            f"trained parameters are on several devices ({', '.join(map(str, devices))}); move them to one"
-        )

@@ -1,11 +1,11 @@
-"""Carriers from public inputs without labels: what `privatize(public_loss=...)` wants, made of logits.
+"""Carriers from public inputs without labels: a loss for `privatize(public_loss=...)`, made of logits.
 
 An example's gradient is sum_k (p_k - y_k) dz_k/dW: whatever its label, it lies in the span of the derivatives of its logits z.
 These need no label, so a few public inputs that look like the private ones show where private gradients will lie. Every step
 the logits of public inputs are added up with fresh random weights, and the carriers are found in the derivative of that sum:
 over the steps all of the span is met, and no input or class is preferred.
 
-On MiniLM and SST-2 rank 8 holds 0.85 of a batch gradient's energy so, 0.82 with random tokens in place of sentences, 0.1 in
+On MiniLM and SST-2 rank 8 holds 0.85 of a batch gradient's energy this way, 0.82 with random tokens in place of sentences, 0.1 in
 the weights' own subspace or in that of the update so far, and 0.03 in a random one (docs/method.md).
 """
 

@@ -4,7 +4,7 @@ Formal guarantees (tests/test_noise.py, test_ledger.py, test_checkpoint.py, test
 - every entry of the sum gets noise of sigma times the sum's own sensitivity, on the first rank, once
 - no rank has a noisy sum before its line in the ledger is durable
 - no noise is used on two sums: a step that comes out differently from what is on record is drawn afresh and charged again
-- correlated noise (correlated.py; tests/test_correlated_runs.py): of each release at most one later one takes something
+- correlated noise (correlated.py; tests/test_correlated_runs.py): at most one later release takes something of each one
   back, and where a step may have been released before, the past is forgotten
 """
 
@@ -35,14 +35,18 @@ class Releases:
     replay_from: lines of the ledger before this one are not computed again (rgp.resume)
     """
 
-    def __init__(self, mechanism: Mechanism, source: NoiseSource, ledger: Ledger, ranks: Ranks) -> None:
+    def __init__(
+        self, mechanism: Mechanism, source: NoiseSource, ledger: Ledger, ranks: Ranks, *, run_id: str | None = None
+    ) -> None:
+        """run_id: of the streams that deal units into groups; another one than the ledger's after a secret was lost."""
         self.mechanism, self.source, self.ledger, self.ranks = mechanism, source, ledger, ranks
         self.attempt = 0
         self.discarded = 0  # draws of this step that were on record and came out differently
         self.replay_from = 0
         self._allowed = 0  # releases that are known to fit in the budget
-        self.chain = Chain(mechanism.coefficients)  # of the first rank; the others' stays empty
-        self._coordinates: Coordinates | None = None  # in which its past vectors are
+        self.chain = Chain(mechanism.coefficients)  # used on the first rank; empty on the others
+        self._deal = run_id if mechanism.bands > 1 and run_id != ledger.header.get("run") else None
+        self._coordinates: Coordinates | None = None  # the coordinates of its past vectors
 
     # ------------------------------------------------------------------ attempts
 
@@ -55,7 +59,7 @@ class Releases:
         return [*(r["attempt"] for r in recorded), self.ledger.fresh_attempt(step)]
 
     def follow(self, coordinates: Coordinates) -> None:
-        """Before a batch is drawn: past noise goes along to the coordinates of the step."""
+        """Move past noise to the coordinates of the step, before a batch is drawn."""
         if self.chain.length and self._coordinates is not None:
             turning = self._coordinates.turned_into(coordinates)
             if turning is None:
@@ -129,34 +133,39 @@ class Releases:
         known = [r for r in self.ledger.of_step(step) if r["attempt"] == self.attempt]
         if known:
             return digest is not None and known[0]["digest"] == digest
-        charge = self.mechanism.charge(step, bound)
+        charge = self.mechanism.charge(step, bound) | ({} if self._deal is None else {"deal": self._deal})
         self.ledger.append(step=step, attempt=self.attempt, digest=digest, processes=self.ranks.size, **charge)
         return True
 
     # ------------------------------------------------------------------ what they cost
 
-    def epsilon(self, delta: float | None = None) -> float:
+    def epsilon(self, delta: float | None = None, *, quick: bool = False) -> float:
         delta = self.mechanism.delta if delta is None else delta
+        if quick:
+            ask: dict[str, Any] = {"delta": delta, "accountant": self.mechanism.accountant}
+            return accounting.quick_epsilon(self.ledger.events(), planned=self.mechanism.events(), **ask)
         return accounting.epsilon(self.ledger.events(), delta=delta, accountant=self.mechanism.accountant)
 
     def fits(self, step: int) -> bool:
-        """Whether the budget allows the release of this step. It does, unless releases were charged twice after a crash."""
+        """Whether the budget allows the release of this step. It does, unless releases were charged twice after a crash, or
+        groups were dealt anew."""
         mechanism, ledger = self.mechanism, self.ledger
         spare, budget = mechanism.steps - step, mechanism.budget
-        if budget is None or ledger.count + spare <= mechanism.steps or ledger.count < self._allowed:
+        as_planned = ledger.count + spare <= mechanism.steps and self._deal is None
+        if budget is None or as_planned or ledger.count < self._allowed:
             return True
         if self.discarded + 1 < len(self.attempts(step)):
             return True  # this one is on record and paid for
         ask: dict[str, Any] = {"epsilon": budget.epsilon, "delta": mechanism.delta, "accountant": budget.accountant}
-        turns, group = -(-spare // mechanism.bands), mechanism.charge(step).get("group")
+        turns, group = mechanism.sampling.turns(spare), mechanism.charge(step).get("group")
         more = accounting.affordable_steps(mechanism.worst_event(), at_most=turns, spent=ledger.events(), **ask)
-        own = ledger.events(group)  # of those who can be in this step
+        own = ledger.events(group, deal=self._deal)  # what the units that can be in this step were charged
         more = more or accounting.affordable_steps(mechanism.event(step), at_most=1, spent=own, **ask)
         self._allowed = ledger.count + more
         if more:
             return True
         warnings.warn(
             f"the budget of epsilon {budget.epsilon} is spent after {step} of {mechanism.steps} steps, because releases were "
-            "charged twice after a crash. Training stops here."
+            "charged twice after a crash, or groups were dealt anew after a secret was lost. Training stops here."
         )
         return False

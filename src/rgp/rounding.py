@@ -28,7 +28,7 @@ def percent_up(share: float, digits: int = 2) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """The value as a number; None if it is none, or not finite: what JSON and a page can hold."""
+    """The value if it is a finite number, otherwise None: what JSON and a page can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)

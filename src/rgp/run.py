@@ -46,7 +46,7 @@ class Run:
         self._step, self._streams = step, streams
         self._loop = Loop(step, dataset, loading, streams, rehearse=rehearse)
         self.dataset, self.loading = dataset, loading
-        self.secret_file: Path | None = None  # where rgp.checkpoint keeps the secret of the streams
+        self.secret_file: Path | None = None  # the file in which rgp.checkpoint keeps the secret of the streams
         step.trained.take()
         if step.regions is not None:
             step.regions.take()
@@ -116,7 +116,7 @@ class Run:
                 yield
 
     def save(self, folder: Any) -> None:
-        """Write a checkpoint from which `rgp.resume` goes on. Atomic; no pickle."""
+        """Write a checkpoint that `rgp.resume` can continue from. Atomic; no pickle."""
         from rgp.checkpoint import save
 
         save(self, folder)
@@ -235,9 +235,13 @@ class Run:
     def closed(self) -> bool:
         return self._loop.closed
 
-    def epsilon(self, delta: float | None = None) -> float:
-        """Epsilon spent so far, from the ledger; inf if any release was without noise."""
-        return self.releases.epsilon(delta)
+    def epsilon(self, delta: float | None = None, *, quick: bool = False) -> float:
+        """Epsilon spent so far, from the ledger; inf if any release was without noise.
+
+        quick: an upper bound that lies about 1% higher, for loops that show it at every step; a tenth of a second is
+        otherwise spent on each.
+        """
+        return self.releases.epsilon(delta, quick=quick)
 
     @property
     def clip_norm(self) -> float | None:
@@ -301,7 +305,7 @@ class Run:
         return self._step.gradients.nbytes
 
     def observe(self, observer: Observer) -> None:
-        """Let an audit or an analysis look on; see rgp.observing."""
+        """Let an audit or an analysis watch the run; see rgp.observing."""
         self._step.observer = observer
 
     # ------------------------------------------------------------------ state, for checkpoints
@@ -336,7 +340,7 @@ class Run:
         return {"secret": self._streams.secret.hex(), "known": self._streams.known, **self._step.private_state()}
 
     def past_noise(self) -> list[Tensor]:
-        """What correlated noise has to take back: as secret as the secret. None of noise that is never repeated."""
+        """The noise that correlated noise has to take back: as secret as the seed. Empty for noise that is never repeated."""
         return self.releases.chain.secrets() if self.releases.source.replayable else []
 
     def load_optimizer(self, state: dict[str, Any]) -> None:

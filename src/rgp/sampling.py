@@ -23,11 +23,13 @@ from rgp.streams import Streams
 class Poisson:
     """Each unit is drawn at each step independently, with probability batch_size / size.
 
-    batch_sizes: of each step, the expected size of a logical batch, which is also the divisor of the noisy sum.
+    batch_sizes: the expected size of each step's logical batch, which is also the divisor of the noisy sum.
     max_batch: a larger draw is cut down to this many units, chosen at random.
     """
 
     name: ClassVar[str] = "poisson"
+    words: ClassVar[str] = "Poisson"
+    groups: ClassVar[int] = 1
     size: int
     batch_sizes: tuple[int, ...]
     max_batch: int | None = None
@@ -43,11 +45,15 @@ class Poisson:
     def largest_rate(self) -> float:
         return max(self.batch_sizes) / self.size
 
+    def turns(self, steps: int) -> int:
+        """In how many of so many steps in a row any one unit may be drawn, at most."""
+        return steps
+
     def draw(self, streams: Streams, step: int, attempt: int) -> np.ndarray:
         return draw(streams, step, self.size, self.rate(step), attempt=attempt, max_batch=self.max_batch)
 
     def event(self, rate: float, sigma: float, count: int = 1) -> Event:
-        """What the accountant is told of `count` draws."""
+        """`count` such draws, for the accountant."""
         size = None if self.max_batch is None else self.size
         return Event(rate, sigma, count, max_batch=self.max_batch, dataset_size=size)
 
@@ -61,10 +67,11 @@ class Cyclic:
     """Units are dealt into `bands` groups once; step t draws from group t mod bands alone, so that nobody is drawn twice in
     `bands` steps, as correlated noise needs it (groups.py, docs/correlated-noise.md).
 
-    batch_sizes: of each step, the expected size of a logical batch and the divisor, as for Poisson; all equal here.
+    batch_sizes: the expected size of each step's logical batch and the divisor, as for Poisson; all equal here.
     """
 
     name: ClassVar[str] = "cyclic"
+    words: ClassVar[str] = "Poisson in groups, by turns"
     max_batch: ClassVar[None] = None
     size: int
     batch_sizes: tuple[int, ...]
@@ -78,6 +85,10 @@ class Cyclic:
     def batch_size(self, step: int) -> int:
         return self.batch_sizes[step]
 
+    @property
+    def groups(self) -> int:
+        return self.bands
+
     def group(self, step: int) -> int:
         return step % self.bands
 
@@ -88,6 +99,10 @@ class Cyclic:
     @property
     def largest_rate(self) -> float:
         return self.rate(0)
+
+    def turns(self, steps: int) -> int:
+        """In how many of so many steps in a row any one unit may be drawn, at most: the turns of its group."""
+        return -(-steps // self.bands)
 
     def draw(self, streams: Streams, step: int, attempt: int) -> np.ndarray:
         groups = deal(streams, self.size, self.bands)
@@ -106,12 +121,22 @@ class Cyclic:
         }
 
 
+Sampling = Poisson | Cyclic
+
+
+def make_sampling(size: int, batch_sizes: tuple[int, ...], *, bands: int, max_batch: int | None) -> Sampling:
+    """As noise correlated over so many steps needs it."""
+    if bands == 1:
+        return Poisson(size=size, batch_sizes=batch_sizes, max_batch=max_batch)
+    return Cyclic(size=size, batch_sizes=batch_sizes, bands=bands)
+
+
 def draw(
     streams: Streams, step: int, size: int, rate: float, *, attempt: int = 0, max_batch: int | None = None
 ) -> np.ndarray:
     """The indices of one logical batch, ascending. May be empty; an empty draw is a step like any other.
 
-    `max_batch` caps the draw: a uniformly random subset of that size is kept, which the accountant has to be told.
+    `max_batch` caps the draw: a uniformly random subset of that size is kept, which the accountant has to know.
     """
     indices = np.flatnonzero(streams.generator("sampling", step, attempt).random(size) < rate)
     if max_batch is not None and len(indices) > max_batch:

@@ -24,7 +24,7 @@ from rgp.torchstate import is_sharded
 
 
 class Filler(list[int]):
-    """A micro-batch that keeps a rank in step, and counts for nothing."""
+    """A micro-batch that keeps a rank in step, and contributes nothing."""
 
 
 class Sharding:
@@ -35,7 +35,7 @@ class Sharding:
         self.active = any(is_sharded(p) for p in parameters.values())
 
     def check(self, **unsupported: bool) -> None:
-        """Refuse what is not worked out for sharded weights; the keywords say what it is, and whether it is asked for."""
+        """Refuse what does not work with sharded weights; the keywords say what it is, and whether it is asked for."""
         for name, wanted in unsupported.items():
             if self.active and wanted:
                 raise UnsupportedError(
@@ -84,7 +84,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
-    """left (p, k) times right (k, d), as `like` is sharded: of rows, each rank computes its own."""
+    """left (p, k) times right (k, d), sharded as `like` is: each rank computes its own rows."""
     if not is_sharded(like):
         return left @ right
     from torch.distributed.tensor import Shard
@@ -102,7 +102,7 @@ def is_cut_by_rows(tensor: Any) -> bool:
 
 
 def local_rows(full: Tensor, like: Tensor) -> Tensor:
-    """Of a tensor that every rank has in full, the rows of `like` that this rank holds; all of them if it is not sharded."""
+    """The rows of a tensor, which every rank has in full, that this rank holds of `like`; all of them if that is not sharded."""
     return shard(full, like=like).to_local() if is_sharded(like) else full  # type: ignore[attr-defined]
 
 

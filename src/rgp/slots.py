@@ -77,6 +77,9 @@ class Slot:
         has them already; `right` (or `left`) may then be None where that side alone is wanted."""
         raise NotImplementedError
 
+    def begin_batch(self) -> None:
+        """Start a logical batch."""
+
     def begin(self, buffer: Tensor) -> None:
         """Start a micro-batch: `buffer` (m, width) is this slot's part of the run's buffer, not zeroed."""
         self.used = self.filled = False
@@ -87,7 +90,7 @@ class Slot:
         self.used, self.rows = False, rows
 
     def by_unit(self, gradients: Tensor) -> Tensor:
-        """Of rows -> of examples: each unit's mean, where rows belong to units."""
+        """Gradients of rows -> gradients of examples: each unit's mean, where rows belong to units."""
         return gradients if self.rows is None else self.rows.mean(gradients)
 
     def end(self) -> None:
@@ -102,6 +105,9 @@ class CarriedSlot(Slot):
         self.intrinsic = intrinsic
         self.Lt = self.R = torch.empty(0)
         self.sides = "both"
+        self.taps_first: bool | None = (
+            None  # how dR_i of a kernel is stored in this logical batch; None: nothing is yet
+        )
 
     @property
     def width(self) -> int:
@@ -111,6 +117,22 @@ class CarriedSlot(Slot):
     def set_carriers(self, Lt: Tensor, R: Tensor, sides: str) -> None:
         self.Lt, self.R, self.sides = Lt, R, sides
         self.needs_left, self.needs_right = sides != "right", sides != "left"
+
+    def begin_batch(self) -> None:
+        self.taps_first = None
+
+    def put_in_order(self, columns: Tensor) -> None:
+        """Bring columns (n, width) that were stored with taps first into the released order, in place."""
+        dR = columns[:, -self.entry.rank * self.entry.d :]
+        dR.copy_(self._reordered(dR, taps_first=False).flatten(1))
+
+    def _reordered(self, dR: Tensor, *, taps_first: bool) -> Tensor:
+        """dR_i (m, r d) of a kernel from one order into the other: (c, taps), or (taps in reverse, c)."""
+        m, r, c = dR.shape[0], self.entry.rank, self.entry.shape[1]
+        taps = self.entry.d // c
+        if taps_first:
+            return dR.reshape(m, r, c, taps).mT.flip(2).flatten(2)
+        return dR.reshape(m, r, taps, c).flip(2).mT.flatten(2)
 
     def begin(self, buffer: Tensor) -> None:
         super().begin(buffer)
@@ -138,11 +160,14 @@ class CarriedSlot(Slot):
         """Whether A_i = (I - L L^T) dL_i is released in place of dL_i."""
         return self.intrinsic and self.needs_left and self.needs_right
 
-    def add_thin(self, dLt: Tensor | None, dR: Tensor | None, core: Tensor | None = None) -> None:
+    def add_thin(
+        self, dLt: Tensor | None, dR: Tensor | None, core: Tensor | None = None, *, taps_first: bool = False
+    ) -> None:
         """Add dL_i transposed (m, r, p) and dR_i (m, r, d), formed by a rule; None for a side not wanted.
 
         They are new tensors, copied into the buffer: products written straight into its strided rows take twice as long.
-        `core` is dL_i^T L (m, r, r), if the rule has a cheaper way to it.
+        `core` is dL_i^T L (m, r, r), if the rule has a cheaper way to it. taps_first: dR_i of a convolution's kernel has its
+        positions in reverse before its channels; the sum over examples is put in order, and not every one of them.
         """
         if self.muted:
             return
@@ -150,16 +175,19 @@ class CarriedSlot(Slot):
             Lt = self.Lt.to(dLt.dtype)
             core = torch.matmul(dLt, Lt.T) if core is None else core
             dLt = dLt.sub_(torch.matmul(core, Lt))
-        self.keep_thin(dLt, dR)
+        self.keep_thin(dLt, dR, taps_first=taps_first)
 
-    def keep_thin(self, dLt: Tensor | None, dR: Tensor | None) -> None:
+    def keep_thin(self, dLt: Tensor | None, dR: Tensor | None, *, taps_first: bool = False) -> None:
         """Add them as they are to be released: projected already."""
         if self.muted:
             return
         if dLt is not None:
             self._store(self.left, dLt)
         if dR is not None:
-            self._store(self.right, dR)
+            if self.taps_first is None:
+                self.taps_first = taps_first
+            same = taps_first == self.taps_first
+            self._store(self.right, dR if same else self._reordered(dR, taps_first=self.taps_first))
         self.used = self.filled = True
 
     def add_dense(self, gradients: Tensor) -> None:

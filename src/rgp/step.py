@@ -36,7 +36,6 @@ from rgp.sharding import Filler
 from rgp.slots import Slot
 from rgp.torchstate import as_written, is_compiled, remove_mode
 from rgp.trained import TrainedModel
-from rgp.units import Rows
 from rgp.update import Update
 
 
@@ -44,13 +43,13 @@ from rgp.update import Update
 class Pass:
     """One forward and backward pass: micro-batch number `part` of a logical batch, in its view number `view`."""
 
-    indices: list[int]  # of rows
+    indices: list[int]  # indices of the rows
     part: int
     view: int
     ends_part: bool  # the last pass over its units: view, and piece of a unit that is larger than a micro-batch
     ends_batch: bool
     trial: Trial | None = None  # of a rehearsal: nothing of it is summed
-    group: Group | None = None  # whose the rows are; None: each is a unit of its own
+    group: Group | None = None  # which units the rows belong to; None: each is its own unit
 
     @property
     def examples(self) -> int:
@@ -68,7 +67,7 @@ class Pass:
 
     @property
     def counts(self) -> bool:
-        """Fillers keep sharded ranks in step, and count for nothing."""
+        """Whether this is a filler, which keeps sharded ranks in step and contributes nothing."""
         return not isinstance(self.indices, Filler)
 
 
@@ -94,7 +93,7 @@ class Step:
         self._views, self._reduction = views, loss_reduction
         method = trained.plan.method
         self.plain = not (
-            method.private or method.carries or trained.sharding.active or not isinstance(mechanism.unit, Rows)
+            method.private or method.carries or trained.sharding.active or mechanism.unit.rows is None
         )  # no per-example gradients needed
         self.gradients = Gradients(_groups(trained, mechanism), dtype=trained.dtype, device=trained.device)
         self.capture = Capture(trained.slot_of, sharded=trained.sharding.active, model=trained.model)
@@ -109,7 +108,7 @@ class Step:
         self.bad_examples = 0  # dropped for NaN or Inf: private, not covered by the guarantee
         self.unused = set(trained.slots)  # trained parameters that no micro-batch has used: private
         self.sent_bytes = 0  # between ranks, in the last step
-        self._set_aside: dict[str, Tensor] = {}  # weights whose place something else has taken for a pass
+        self._set_aside: dict[str, Tensor] = {}  # weights that something else replaces during a pass
         self._uncompiled = ExitStack()  # what is compiled and not the model's runs as it is written
 
     # ------------------------------------------------------------------ Algorithm 1
@@ -119,6 +118,7 @@ class Step:
         """Carriers of this step, from released state only: no batch of this step has been drawn yet."""
         if self.begun:
             return
+        self.writes.check_between()
         self.trained.sharding.reshard()
         guards.check_unchanged(self.trained, self.update.optimizer)
         self.releases.begin(self.index)
@@ -232,6 +232,8 @@ class Step:
         noise_std = self.mechanism.noise_of_step(self.index, clipped.sensitivity)
         with torch._C.DisableTorchFunction():
             self.update.apply(noisy, self.gradients.where, step=self.index, divisor=divisor, noise_std=noise_std)
+        if not self.trained.sharding.active:
+            self.writes.settle()
         self.index += 1
         self.releases.end()
 
@@ -257,7 +259,7 @@ class Step:
 
     @torch.no_grad()
     def _residual_off(self) -> None:
-        """The paper's ablation: L R in the place of W, until the pass is over."""
+        """The paper's ablation: use L R instead of W until the pass is over."""
         if not self.trained.plan.method.residual:
             for name, slot in self.trained.carried.items():
                 parameter = self.trained.parameters[name]
@@ -289,7 +291,7 @@ class Step:
         self.index, self.adapted = state["step"], state["adapted_clip"]
 
     def restore_noise(self, past: list[Tensor]) -> None:
-        """Correlated noise goes on from these vectors, in the coordinates of the carriers that were loaded."""
+        """Continue correlated noise from these vectors, in the coordinates of the carriers that were loaded."""
         self.gradients.begin_batch(self.mechanism.bound(min(self.index, self.mechanism.steps - 1), self.adapted))
         self.releases.restore([v.to(self.trained.device) for v in past], Coordinates.of(self.gradients))
 

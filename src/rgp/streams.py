@@ -63,7 +63,7 @@ class Streams:
 
     @property
     def run_id(self) -> str:
-        """Tells runs apart in ledgers and checkpoints; says nothing of the secret."""
+        """Tells runs apart in ledgers and checkpoints; reveals nothing about the secret."""
         return hashlib.blake2b(self.secret, digest_size=8, person=b"run").hexdigest()
 
     def __reduce__(self) -> Any:

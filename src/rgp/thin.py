@@ -2,7 +2,7 @@
 
 Shapes: W (p, d); Lt (r, p), R (r, d); a released part as slots.CarriedSlot lays it out: At (r, p), then dR (r, d).
 
-For the time of optimizer.step() a stand-in of r (p + d) zeros takes the place of each carried weight in its parameter
+During optimizer.step() a stand-in of r (p + d) zeros takes the place of each carried weight in its parameter
 group, with the noisy released part as its gradient. What the step makes of the zeros is the update U, and the weight gets
 
     W <- (1 - rate x decay) W + (I - L L^T) U_A R + L U_R
@@ -41,7 +41,7 @@ from rgp.turning import Frame, Turn
 FIRST = ("momentum_buffer", "exp_avg")  # moments that are linear in the gradients
 SECOND = ("exp_avg_sq", "max_exp_avg_sq")  # of their squares
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, AdamCorrected)
-ROUNDING_PART = 2  # of the carriers' stream; 0 are the carriers, 1 the public loss
+ROUNDING_PART = 2  # part of the carriers' stream; 0 is for the carriers, 1 for the public loss
 
 
 class ThinState:
@@ -68,7 +68,7 @@ class ThinState:
                 )
             if is_sharded(weight) and not is_cut_by_rows(weight):
                 raise UnsupportedError(
-                    f"parameter {name!r} is sharded otherwise than by rows (shard_placement_fn), and a thin state is added to "
+                    f"parameter {name!r} is not sharded by rows (shard_placement_fn), and a thin state is added to "
                     "rows. Leave shard_placement_fn out, or use state='full'."
                 )
             if rounding == "compensated" and is_sharded(weight):
@@ -83,7 +83,7 @@ class ThinState:
     # ------------------------------------------------------------------ a step
 
     def check(self) -> None:
-        """Before a release: what a step could not do with it."""
+        """Refuse, before a release, what a step could not use it for."""
         check_optimizer(self._optimizer)
         for name, slot in self._trained.carried.items():
             if slot.derive is not None:
@@ -105,7 +105,7 @@ class ThinState:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Stand-ins in the place of weights, in groups of their own without decay; state goes to them and back."""
+        """Put stand-ins in place of the weights, in groups of their own without decay; state goes to them and back."""
         optimizer, stand_ins = self._optimizer, self._stand_ins
         groups, whole = [], optimizer.param_groups
         for group in whole:

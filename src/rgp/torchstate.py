@@ -1,9 +1,10 @@
-"""Small dealings with torch's global and optimizer state that have no better home."""
+"""Small helpers for torch's global state and optimizer state."""
 
 from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -19,7 +20,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextmanager
 def forked_rng(seed: int | None) -> Iterator[None]:
-    """torch's default generators under our seed (dropout), or going on as they are; afterwards as the user left them."""
+    """Seed torch's default generators (dropout), or leave them running; afterwards they are as the user left them."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         if seed is None:
@@ -34,7 +35,7 @@ def forked_rng(seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def kept_rng() -> Iterator[None]:
-    """Python's, numpy's and torch's generators, afterwards as they were: loading a batch seeds them."""
+    """Restore Python's, numpy's and torch's generators afterwards: loading a batch seeds them."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -46,7 +47,7 @@ def kept_rng() -> Iterator[None]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Autocast off on every device: gradients, norms and sums are computed in the precision that they have."""
+    """Turn autocast off on every device: gradients, norms and sums keep the precision that they have."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda", "mps", "xpu"):
             if torch.is_autocast_enabled(kind):
@@ -76,7 +77,7 @@ def in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards every module's own mode again."""
+    """Evaluation mode for a while; afterwards every module is in its own mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -109,7 +110,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, read as integers: tells tensors apart that should be equal."""
+    """The sum of a tensor's bits, read as integers: shows whether tensors that should be equal are."""
     content = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     # eight bytes at a time: a sum of smaller integers would be made of a copy, which is twice the weight
     flat, each = content.reshape(-1), 8 // content.element_size()
@@ -149,7 +150,7 @@ def uncompiled(model: Any) -> Any:
 
 
 def remove_mode(mode: TorchFunctionMode) -> None:
-    """Take a mode off the stack wherever it stands; a loop that was left early may have others above it."""
+    """Remove a mode from the stack, wherever it is; a loop that was left early may have others above it."""
     if sys.is_finalizing():  # a loop that nobody finished ends with the interpreter, when torch is gone already
         return
     above = []
@@ -160,3 +161,26 @@ def remove_mode(mode: TorchFunctionMode) -> None:
         above.append(top)
     for other in reversed(above):
         torch._C._push_on_torch_function_stack(other)
+
+
+def saved_tensors_hooks() -> Callable[[bool], Any]:
+    """torch's function that returns the saved-tensor hooks in force, or None where there are none: a checkpoint has some.
+
+    torch 2.6 has no such function. There, those that put hooks in force and take them away are made to count.
+    """
+    autograd: Any = torch._C._autograd
+    if hasattr(autograd, "_top_saved_tensors_default_hooks"):
+        return autograd._top_saved_tensors_default_hooks
+    push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+    here = threading.local()  # hooks belong to a thread
+
+    def counted_push(*hooks: Any) -> None:
+        push(*hooks)
+        here.depth = getattr(here, "depth", 0) + 1
+
+    def counted_pop() -> None:
+        pop()
+        here.depth = getattr(here, "depth", 1) - 1
+
+    autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks = counted_push, counted_pop
+    return lambda _: True if getattr(here, "depth", 0) else None

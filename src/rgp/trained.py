@@ -48,12 +48,12 @@ class TrainedModel:
         return torch.float64 if double else torch.float32
 
     def take(self) -> None:
-        """Gradients for what is trained, and for nothing else."""
+        """Require gradients of what is trained, and of nothing else."""
         self._required_grad = {name: p.requires_grad for name, p in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.grad = None
             parameter.requires_grad_(name in self.slots)
-        for name, parameter in self.sharding.inside().items():  # what stands in for sharded ones in a forward pass
+        for name, parameter in self.sharding.inside().items():  # the plain tensors of sharded ones in a forward pass
             parameter.requires_grad_(name in self.slots)
             if name in self.slots:
                 self.slot_of[id(parameter)] = self.slots[name]
@@ -68,5 +68,5 @@ class TrainedModel:
             parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """What plain training left in .grad."""
+        """Drop what plain training left in .grad."""
         return {name: g for name, p in self.trained.items() if (g := p.grad) is not None}

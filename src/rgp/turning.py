@@ -11,9 +11,9 @@ Why P = J_t^T J_s lengthens nothing: the two terms of J are orthogonal, because 
 both norms that can be clipped ("intrinsic" releases A, "paper" dL in its place): they differ in what an example adds to the
 release, and not in what the release is made into, and P need not mean anything to be safe, only be short.
 
-It rests on L and R being orthonormal, which carriers in float32 are only nearly, and in bfloat16 hardly. So P is computed in
-float64 from the nearest orthonormal carriers, and made a little shorter than 1 for the rounding of its result. Both are
-fixed before any noise is seen: a correction that looked at the length of w would itself depend on a secret.
+It rests on L and R being orthonormal, which carriers are only approximately in float32, and hardly at all in bfloat16. So P
+is computed in float64 from the nearest orthonormal carriers, and made a little shorter than 1 for the rounding of its result.
+Both are fixed before any noise is seen: a correction that looked at the length of w would itself depend on a secret.
 
 Formal guarantees (tests/test_turning.py):
 - |P w| <= |w| for every w, whatever the carriers, orthonormal or not; carriers far from it give P = 0
@@ -104,7 +104,7 @@ class Turning:
         self.width_after = sum(part if isinstance(part, int) else part.width_after for part in self._parts)
 
     def __call__(self, vector: Tensor) -> Tensor:
-        """In the place of `vector`, if the layout stays."""
+        """P w; written into `vector` itself if the layout stays."""
         if vector.shape != (self.width_before,):
             raise ValueError(f"vector has shape {tuple(vector.shape)}; the layout has {self.width_before} numbers")
         if self.stays:

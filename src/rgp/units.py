@@ -20,17 +20,32 @@ class Rows:
     """Every row of the dataset is a unit of its own."""
 
     name: ClassVar[str] = "row"
+    rows_per_unit: ClassVar[int] = 1
+    noun: ClassVar[str] = "row"
+    column: ClassVar[None] = None
     size: int  # number of units, public
 
     @property
-    def short(self) -> str:
-        return "row"
+    def rows(self) -> int:
+        """The number of rows, which is public where each is a unit."""
+        return self.size
 
-    def describe(self) -> str:
-        return "one row of the dataset"
+    def describe(self, row: str = "") -> str:
+        """In one line, for the card. row: what a row of this dataset is, if that is known."""
+        return "one row of the dataset" + (f" ({row})" if row else "")
+
+    def not_covered(self) -> list[str]:
+        return [
+            "several rows of one person: k rows are protected by no more than k times epsilon",
+            "the number of training rows, and the names and number of classes, which count as public",
+        ]
+
+    def allowed_batch_sizes(self) -> str:
+        return f"an integer from 1 to the dataset's size {self.size}"
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "size": self.size}
+        """Nothing: rows are what files mean that name no unit."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +70,10 @@ class Persons:
         check_count("rows_per_unit", self.rows_per_unit)
 
     @property
-    def short(self) -> str:
-        return self.noun
+    def rows(self) -> None:
+        """None: a further person brings all their rows, so the number of rows is not public."""
 
-    def describe(self) -> str:
+    def describe(self, row: str = "") -> str:
         """In one line, for the card.
 
         >>> Persons(size=100, rows_per_unit=8, column="user_id").describe()
@@ -68,15 +83,26 @@ class Persons:
         rows = f"{self.rows_per_unit} {self.row}{'' if self.rows_per_unit == 1 else 's'}"
         return f"one {self.noun}{where}, at most {rows} in a step"
 
+    def not_covered(self) -> list[str]:
+        """What one unit has many of is covered; who counts as one unit is not checked."""
+        return [
+            f"one {self.noun} under several ids: ids are taken as they are, and each is protected on its own",
+            f"what {self.noun}s have in common, such as a household: each is protected on its own",
+            f"the number of training {self.noun}s, and the names and number of classes, which count as public",
+        ]
+
+    def allowed_batch_sizes(self) -> str:
+        return f"an integer from 1 to the number of units {self.size} (it counts each {self.noun} once)"
+
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, **asdict(self)}
+        return {"unit": {"name": self.name, **asdict(self)}}
 
 
 Unit = Rows | Persons
 
 
 def unit_from_json(saved: Mapping[str, Any] | None, size: int) -> Unit:
-    """The inverse of `to_json`; None stands for rows."""
+    """The inverse of `to_json`: `saved` is what files have under "unit", None if they have nothing."""
     if saved is None or saved["name"] == Rows.name:
         return Rows(size)
     return Persons(**{key: value for key, value in saved.items() if key != "name"})

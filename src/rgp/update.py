@@ -1,6 +1,6 @@
 """A release -> the optimizer: full-size gradients from the noisy sum, one optimizer step, scheduler, running mean.
 
-All of it is post-processing: nothing private is read. The optimizer belongs to the run while it lives; a step that somebody
+All of it is post-processing: nothing private is read. The optimizer belongs to the run while it lives; a step that anyone
 else takes with it is refused.
 """
 
@@ -107,7 +107,7 @@ class Update:
             parameter.grad = shard(part.to(parameter.dtype), like=parameter)
 
     def check(self) -> None:
-        """Before a release: the optimizer and the model can do with it what was promised."""
+        """Refuse, before a release, an optimizer or model that could not use it as promised."""
         if self.thin is not None:
             self.thin.check()
 

@@ -1,4 +1,7 @@
-"""What an optimizer makes of the noise, and how many past vectors may be kept: public numbers, for the choice of bands."""
+"""What an optimizer makes of the noise, how many past vectors may be kept, and when noise is correlated by default.
+
+All of it is public. docs/correlated-noise.md has the reasons.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from rgp.mechanism import Workload
+from rgp.accounting import Budget
+from rgp.mechanism import Mechanism, Workload
 from rgp.methods import Method
+from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan
 
 LEAST_MEMORY = 1 << 30  # bytes that past noise may take on any machine that trains
+CALM = 2.5  # by default, how much noisier single steps may get for an optimizer that divides by them; measured on SST-2
 # their next rate is a function of the step and of the rate before
 KNOWN_SCHEDULES = (
     lr_scheduler.LambdaLR,
@@ -30,14 +36,56 @@ KNOWN_SCHEDULES = (
 )
 
 
+def bands_by_default(
+    method: Method, optimizer: torch.optim.Optimizer, *, budget: Budget | None, batch_size: Any, max_batch: int | None
+) -> int | str:
+    """What bands=None means: "auto" where correlated noise can be used and nothing reads single releases, otherwise 1."""
+    refused = budget is None or callable(batch_size) or max_batch is not None
+    turning = method.carries and (getattr(method, "keep", 1) == 1 or getattr(method, "sides", None) == "alternate")
+    # These look at one release, or at a few of the last, which are noisier; what is calmer is their sum.
+    reads_releases = (
+        method.power_iteration() is not None
+        or getattr(method, "source", None) == "momentum"
+        or isinstance(optimizer, AdamCorrected)
+    )
+    return 1 if refused or turning or reads_releases else "auto"
+
+
+def default_note(mechanism: Mechanism, optimizer: torch.optim.Optimizer) -> str:
+    """What a run says where noise is correlated by default."""
+    return f"{mechanism.noise_words()}{rate_words(mechanism, optimizer)}. bands=1 makes it independent."
+
+
+def rate_words(mechanism: Mechanism, optimizer: torch.optim.Optimizer) -> str:
+    """By how much the learning rate may be raised, where that is so."""
+    if mechanism.worth is None or mechanism.worth.of_a_step < 1.05 or isinstance(optimizer, torch.optim.SGD):
+        return ""
+    return (
+        f"; {type(optimizer).__name__} divides by the latter: its learning rate may be up to "
+        f"{mechanism.worth.of_a_step:.1f} times as large as with independent noise"
+    )
+
+
 def workload_of(
-    model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None
+    model: nn.Module,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    steps: int | None,
+    *,
+    by_default: bool = False,
 ) -> Workload:
-    """For this run. steps: None if they are not known yet; the rate then counts as constant."""
+    """For this run. steps: None if they are not known yet; the rate then counts as constant.
+
+    by_default: nobody asked for correlated noise, so a learning rate that was found for independent noise must still do.
+    """
+    method = plan.method
     return Workload(
         momentum=momentum_of(optimizer),
         rates=None if steps is None else rates_of(optimizer, scheduler, steps),
-        most_bands=min(_bands_in_memory(model, plan), _bands_of_carriers(plan.method)),
+        stay=method.keep if method.carries and hasattr(method, "keep") else None,
+        most_bands=_bands_in_memory(model, plan),
+        most_step_factor=CALM if by_default and not isinstance(optimizer, torch.optim.SGD) else math.inf,
     )
 
 
@@ -93,11 +141,6 @@ def _bands_in_memory(model: nn.Module, plan: Plan) -> int:
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     width = max(p.element_size() for p in model.parameters())
     return 1 + int(max(whole, LEAST_MEMORY) // (released_numbers(plan) * width))
-
-
-def _bands_of_carriers(method: Method) -> int:
-    """Carriers that turn lose what they cannot hold, so noise is taken back over as many steps as they stay."""
-    return method.keep if method.carries and hasattr(method, "keep") else 1 << 40
 
 
 def check_carriers(method: Method, bands: int) -> None:

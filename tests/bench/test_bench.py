@@ -240,6 +240,19 @@ def test_keep_and_state_reach_the_method(contender, state):
         Settings(state="slim")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_bands_are_measured_with_all_past_noise_in_place(contender):
+    made = contender("dpsgd", dataclasses.replace(TOY, bands=5))
+    made.step()
+    chain = made.run.releases.chain
+    assert (chain.bands, chain.length) == (5, 4)
+    taken_back = [past.clone() for past in chain.secrets()]
+    made.step()
+    assert chain.length == 4
+    assert torch.equal(chain.secrets()[1], taken_back[0])
+    assert not torch.equal(chain.secrets()[0], taken_back[0])
+
+
 def test_unequal_work_is_reported():
     rows = [{"name": "plain", "trained_parameters": 10}, {"name": "rgp", "trained_parameters": 9}]
     assert "plain 10, rgp 9" in harness.unequal_work(rows)

@@ -12,17 +12,19 @@ pytest.importorskip("sklearn")
 from typer.testing import CliRunner
 
 from rgp import cli
+from rgp.bench.settings import Settings
 from rgp.demo import running as demo
 from rgp.train.errors import DemoError
 from rgp.train.folder import RunFolder
 
 SMALL = ("model.width=8", "training.epochs=1", "training.batch_size=200", "run.threads=1", "run.eval_every=100")
 SMALL += ("budget.accountant=rdp",)  # seconds less than pld, which test_train has
+STEP = Settings(model="toy", batch=8, microbatch=4, seq=16, keep=1000, state="thin", repeats=1, threads=1)
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    return demo.run_demo(tmp_path_factory.mktemp("demo") / "d", epsilon=8.0, changes=SMALL, quiet=True)
+    return demo.run_demo(tmp_path_factory.mktemp("demo") / "d", epsilon=8.0, changes=SMALL, step=STEP, quiet=True)
 
 
 def test_the_three_runs_are_the_same_network(result):
@@ -42,12 +44,29 @@ def test_all_are_attacked_and_the_result_is_kept_private(result):
         assert "attack" not in folder.metrics.read_text() + folder.summary.read_text()
 
 
+def test_a_step_of_a_larger_network_is_measured_in_three_ways(result):
+    rows = {row["name"]: row for row in result["cost"]["rows"]}
+    assert list(rows) == ["plain", "dpsgd", "rgp"] and not any("error" in row for row in rows.values())
+    assert len({row["trained_parameters"] for row in rows.values()}) == 1
+    assert demo.STEP.state == "thin" and demo.STEP.model.startswith("transformer:")
+
+
 def test_report_and_table(result, capsys):
     pytest.importorskip("rgp.report")
     assert result["report"] is not None and "<html" in Path(result["report"]).read_text().lower()
     demo.show_demo(result)
     shown = capsys.readouterr().out
-    for words in ("RGP", "DP-SGD", "no privacy", "dimensions", "report.html", "±", "coin", "proves nothing"):
+    for words in (
+        "RGP",
+        "DP-SGD",
+        "no privacy",
+        "million parameters",
+        "memory",
+        "report.html",
+        "±",
+        "coin",
+        "proves nothing",
+    ):
         assert words in shown
     json.dumps(result, allow_nan=False)
 

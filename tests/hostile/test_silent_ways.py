@@ -279,7 +279,7 @@ def test_05_training_a_little_longer():
 def test_05_a_budget_covers_what_was_spent_before():
     model, rows = net(), data()
     first = loop(model, mean, rows=rows, budget=rgp.Budget(2.0, 1e-3), noise_multiplier=None)
-    with pytest.raises(ValueError, match="nothing of the budget"):
+    with pytest.raises(ValueError, match="nothing is left of the budget"):
         private(model, rows, budget=rgp.Budget(1.5, 1e-3), noise_multiplier=None, after=first)
     longer = loop(model, mean, rows=rows, budget=rgp.Budget(4.0, 1e-3), noise_multiplier=None, after=first)
     assert 3.5 < longer.epsilon() <= 4.0

@@ -96,6 +96,23 @@ def test_callbacks_evaluation_and_logs_as_users_expect(tmp_path):
     assert made.predict(make_rows(6)).predictions.shape == (6, 2)
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_trackers_see_no_loss_on_training_data_unless_asked(tmp_path, asked):
+    """W&B, MLflow and TensorBoard are callbacks that send what `on_log` gets and what the state holds."""
+    sent = []
+
+    class Tracker(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            sent.append(dict(logs))
+
+    made = trainer(tmp_path, callbacks=[Tracker()], chosen=privacy(log_loss=asked))
+    made.train()
+    seen = {name for logs in [*sent, *made.state.log_history] for name in logs}
+    assert sent and {"epsilon", "learning_rate"} <= seen
+    assert ("loss" in seen) == ("train_loss" in seen) == asked
+    assert not [name for name in seen if "norm" in name]
+
+
 def test_a_callback_can_stop_training_and_less_is_spent(tmp_path):
     class Stop(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):

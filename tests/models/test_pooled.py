@@ -47,7 +47,7 @@ def test_pooled_classifier_ignores_padding_and_survives_saving(bert_folder, tmp_
     model.save_pretrained(tmp_path)
     again = PooledClassifier.from_pretrained(tmp_path).eval()
     assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
-    assert torch.equal(  # the encoder alone can be had by anyone, with transformers only
+    assert torch.equal(  # anyone can load the encoder alone, with transformers only
         transformers.AutoModel.from_pretrained(tmp_path)(input_ids=ids).last_hidden_state[0],
         encoder(input_ids=ids)[0][0],
     )

@@ -165,6 +165,29 @@ def test_the_promise_has_this_runs_numbers(single):
     assert "conv2.weight" in text and "412 MB" in text and "41.3 s" in text
 
 
+def sheet_of(html):
+    found = re.search(r'<section class="signing">.*?</section>', html, re.S)
+    return text_of("</style>" + found.group()) if found else ""
+
+
+def test_sheet_for_the_person_who_signs(single, compared, tmp_path):
+    """The promise in words, what is on record, what to ask; nothing that the guarantee does not cover."""
+    sheet = sheet_of(single[1])
+    means = accounting.meaning([Event(128 / 1438, 1.9, 60)], delta=1e-5)
+    assert f"finds at most {words.ceiling(means.tpr_at_1_percent)}" in sheet and "1 in 100,000" in sheet
+    assert "adds up to the ε above" in sheet and "nobody has seen them" in sheet and "No audit was run" in sheet
+    assert "Is one row one person?" in sheet and "Signature" in sheet
+    assert "93" not in sheet  # the accuracy on private rows
+    assert sheet_of(compared[1]) == ""  # each run has a sheet of its own
+
+    seeded = sheet_of(write([make_run(tmp_path / "seeded", seed=7)], tmp_path / "r.html").read_text())
+    assert "whoever knows it can undo the protection" in seeded and "nobody has seen" not in seeded
+    wrong = sheet_of(write([make_run(tmp_path / "wrong", epsilon=0.5)], tmp_path / "r.html").read_text())
+    assert "Do not sign" in wrong and "adds up to" not in wrong
+    plain = make_run(tmp_path / "plain", method="nonprivate", sigma=0.0)
+    assert sheet_of(write([plain], tmp_path / "r.html").read_text()) == ""
+
+
 def test_what_is_not_covered_is_in_the_marked_section_alone(single):
     _, html = single
     private = re.search(r'<section class="private">.*?</section>', html, re.S).group()

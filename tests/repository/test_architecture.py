@@ -116,3 +116,16 @@ def test_tests_mirror_the_source():
     names = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
     homeless = {name for name in names if not any(name == m or name.startswith(f"{m}_") for m in modules)}
     assert not homeless
+
+
+def test_nobody_asks_what_kind_a_part_of_the_promise_is():
+    """Samplers, units, clip rules, noise sources and methods answer for themselves; a new one touches no other file."""
+    parts = "Poisson|Cyclic|Rows|Persons|Flat|AutoClip|GroupClip|AdaptiveClip|Philox|Secure\\w*|RGP\\w*|DPSGD|DPPowerSGD|PowerSGD"
+    asks = re.compile(rf"isinstance\([^()]*,\s*\(?[^)]*\b({parts})\b")
+    found = [
+        f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
+        for path in SOURCE.rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if asks.search(line)
+    ]
+    assert not found, "\n".join(found)

@@ -247,7 +247,7 @@ def test_every_page_is_in_the_menu_once():
 
     listed = list(pages(nav))
     written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    made = {"reference/python.md", "reference/commands.md", *hooks().outside_pages().values()}
+    made = {"reference/python.md", "reference/commands.md", *hooks().outside_pages().values(), *hooks().tutorials()}
     assert len(listed) == len(set(listed))
     assert written | made | hooks().OPTIONAL == set(listed) | hooks().OPTIONAL
 

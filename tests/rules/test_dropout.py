@@ -54,12 +54,12 @@ def test_attention_equals_torch_up_to_the_mask(capture, mask, monkeypatch):
     """With the dropout itself taken out, ours must be torch's."""
     from rgp.rules import dropout
 
-    class Identity:
+    class Product:
         @staticmethod
-        def apply(x, p):
-            return x
+        def apply(weights, value, p):
+            return weights @ value
 
-    monkeypatch.setattr(dropout, "_Dropout", Identity)
+    monkeypatch.setattr(dropout, "_DroppedProduct", Product)
     q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     options = {"is_causal": mask == "causal"}
     if mask in ("bool", "empty row"):
@@ -74,6 +74,24 @@ def test_attention_equals_torch_up_to_the_mask(capture, mask, monkeypatch):
     capture.end()
     theirs = F.scaled_dot_product_attention(q, k, v, dropout_p=0.0, **options)
     assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_gradients_of_attention_with_a_mask_are_autograds(capture, bfloat16, monkeypatch):
+    from rgp.rules import dropout
+
+    kept = torch.rand(2, 4, 5, 5) < 0.6
+    monkeypatch.setattr(dropout, "_mask", lambda x, threshold: kept)
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    inputs = [t.bfloat16() for t in (q, k, v)] if bfloat16 else [q, k, v]
+    y = F.scaled_dot_product_attention(*inputs, dropout_p=0.5)
+    capture.end()
+    g = torch.randn_like(y)
+    ours = torch.autograd.grad(y, (q, k, v), g)
+    weights = torch.softmax(q @ k.mT / 8**0.5, -1) * kept * 2
+    theirs = torch.autograd.grad(weights @ v, (q, k, v), g.double())
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, atol=0.1 if bfloat16 else 1e-12)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import rgp
 from layers import EXACT, Calls, check, examples, matrix
 from rgp.models import WideResNet
+from rgp.observing import Observer
 
 # -------- convolutions
 
@@ -112,3 +115,50 @@ def test_wide_resnet_with_all_gradients_deferred(monkeypatch):
     monkeypatch.setattr("rgp.slots.LARGEST_DENSE", 0)
     model = WideResNet(depth=10, widen=1, num_classes=4, groups=4)
     check(model, 3, 8, 8, method=rgp.DPSGD(head_scale=0.1), family="WideResNet with GroupNorm")
+
+
+def test_a_kernel_whose_gradients_are_found_in_two_orders():
+    """Stride 1 unfolds the gradient, stride 2 the input: taps first and channels first, in one parameter."""
+    kernel = nn.Conv2d(4, 4, (3, 2), padding=1, bias=False)
+
+    def both_ways(self, x):
+        plain, strided = self.conv(x).tanh(), F.conv2d(x, self.conv.weight, stride=2, padding=1)
+        return torch.cat([plain.flatten(1), strided.flatten(1)], 1)
+
+    check(Calls(both_ways, conv=kernel), 4, 6, 6, method=rgp.RGP(rank=2), family="Conv2d")
+
+
+def test_rows_are_in_the_released_order_in_the_middle_of_a_batch():
+    """Who looks at a micro-batch finds dR_i as it is released, and the sum of the batch is not disturbed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(5, 6, 3, padding=1, bias=False), nn.Flatten(), nn.Linear(6 * 16, 2)).double()
+    data = TensorDataset(torch.randn(6, 5, 4, 4, dtype=torch.float64), torch.randint(2, (6,)))
+
+    class Looks(Observer):
+        sums = 0.0
+
+        def before_clipping(self, gradients, indices):
+            where = gradients.where["0.weight"]
+            self.sums = self.sums + gradients.rows()[:, where].sum(0)
+
+        def released(self, step, noisy):
+            self.noisy = noisy.clone()
+
+    found = []
+    for looks in (True, False):
+        copied = copy.deepcopy(model)
+        run = rgp.privatize(
+            copied, torch.optim.SGD(copied.parameters(), lr=0.1), data, method=rgp.RGP(rank=2), noise_multiplier=1e-9,
+            clip=100.0, batch_size=6, steps=1, microbatch_size=2, seed=0, probe=False,
+        )  # fmt: skip
+        observer = Looks()
+        if not looks:
+            observer.before_clipping = lambda gradients, indices: None
+        run.observe(observer)
+        for x, y in run:
+            run.step(F.cross_entropy(copied(x), y))
+        width = 2 * (6 + 5 * 9)
+        found.append(observer.noisy[:width])
+        if looks:
+            assert torch.allclose(observer.sums, found[0], atol=1e-5)
+    assert torch.allclose(*found, atol=1e-5)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rgp
 from helpers import seeded, spread
+from layers import Calls, squares
 
 EXAMPLES = 4
 METHODS = {
@@ -31,28 +32,12 @@ def method(request, monkeypatch):
     return METHODS[request.param.split(",")[0]]
 
 
-class Calls(nn.Module):
-    """A model whose forward pass is given as a function of the model."""
-
-    def __init__(self, forward: Any, **children: nn.Module | Tensor) -> None:
-        super().__init__()
-        self.call = forward
-        for name, child in children.items():
-            setattr(self, name, nn.Parameter(child) if isinstance(child, Tensor) else child)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self, x)
-
-
 def matrix(*shape: int) -> Tensor:
     return 0.3 * torch.randn(shape, generator=seeded(2))
 
 
 def losses(model: nn.Module, batch: Any) -> Tensor:
-    x, weight = batch
-    y = model(x)
-    target = torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).view(y.shape[1:])
-    return ((y.tanh() - target).square().flatten(1).sum(1) * weight).mean()
+    return squares(model, batch).mean()
 
 
 def check(model: nn.Module, *shape: int, method: rgp.Method, m: int = EXAMPLES, tolerance: float = 1e-9) -> rgp.Plan:
@@ -331,7 +316,7 @@ def test_a_penalty_on_the_weights_is_told_to_use_weight_decay():
         return losses(model, batch) + 0.01 * model.W.square().sum()
 
     batch = (torch.randn(4, 4, 8, dtype=torch.float64), spread(4))
-    with pytest.raises(rgp.UnsupportedError, match=r"'W'.*weight_decay"):
+    with pytest.raises(rgp.UnsupportedError, match=r"^use the optimizer's weight_decay .*'W'"):
         rgp.check(model, batch, penalised, method=rgp.DPSGD())
 
 

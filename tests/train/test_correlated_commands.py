@@ -115,9 +115,67 @@ def test_privacy_arguments():
     pytest.importorskip("transformers")
     from rgp.integrations.arguments import PrivacyArguments
 
-    assert PrivacyArguments(epsilon=8.0).number_of_bands == 1
+    assert PrivacyArguments(epsilon=8.0).number_of_bands is None
     assert PrivacyArguments(epsilon=8.0, bands=4).number_of_bands == 4
     made = PrivacyArguments(epsilon=8.0, bands="auto", keep=20)
     assert (made.number_of_bands, made.make_method().keep) == ("auto", 20)
     with pytest.raises(ValueError, match="bands"):
         PrivacyArguments(epsilon=8.0, bands="0")
+
+
+def test_an_old_run_of_the_trainer_goes_on_without_being_told_its_bands(tmp_path):
+    pytest.importorskip("transformers")
+    from types import SimpleNamespace
+
+    from rgp.integrations import transformers as integration
+    from rgp.integrations.arguments import PrivacyArguments
+
+    old = PrivacyArguments(epsilon=8.0, bands=1).record()
+    assert old["bands"] == "1"
+    (tmp_path / integration.RECORD).write_text(json.dumps(old))
+    check = integration.PrivateTrainer._check_record
+    check(SimpleNamespace(privacy=PrivacyArguments(epsilon=8.0)), tmp_path)
+    with pytest.raises(ValueError, match=r"bands is '4'.*made with '1'"):
+        check(SimpleNamespace(privacy=PrivacyArguments(epsilon=8.0, bands=4)), tmp_path)
+
+
+def test_presets_keep_the_noise_that_they_were_measured_with():
+    for name in config.presets():
+        loaded = config.load(preset=name)
+        if loaded.private and loaded.budget.epsilon is not None:
+            assert loaded.training.bands == ("auto" if name.endswith("-bands") else 1), name
+
+
+def test_kept_results_of_independent_noise_keep_their_fingerprints():
+    """As they were before there was a choice: nothing about bands is in them. The default is another setting."""
+    pytest.importorskip("matplotlib")
+    from dataclasses import replace
+
+    from rgp.reproduce.items import digest, fingerprint
+
+    pinned = config.load(preset="digits-dpsgd")
+    assert pinned.training.bands == 1
+    by_default = replace(pinned, training=replace(pinned.training, bands=None))
+    auto = replace(pinned, training=replace(pinned.training, bands="auto"))
+    assert len({fingerprint(one) for one in (pinned, by_default, auto)}) == 3
+    plain = config.Config()
+    independent = replace(plain, training=replace(plain.training, bands=1))
+    assert fingerprint(independent) == digest({})
+
+
+def test_the_page_shows_what_was_measured():
+    import importlib.util
+    from pathlib import Path
+
+    file = Path(__file__).parents[2] / "experiments" / "bands_measured.py"
+    spec = importlib.util.spec_from_file_location("bands_measured", file)
+    measured = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measured)
+    lines = [json.loads(line) for line in measured.RESULTS.read_text(encoding="utf-8").splitlines()]
+    assert {line["setting"] for line in lines} == {"digits", "CIFAR-10", "MiniLM"}
+    page = measured.PAGE.read_text(encoding="utf-8")
+    for row in measured.table(lines):
+        assert row in page
+    for line in lines:
+        if line["optimizer"] == "SGD":
+            assert line["measured"] > 0.97 * line["predicted"], line

@@ -19,6 +19,7 @@ from tiny_language import (
     settings,
     train,
     transformers,
+    write_as_table,
     write_rows,
 )
 
@@ -222,14 +223,7 @@ def test_any_table_with_one_or_two_text_columns(bert_folder, tmp_path, ending, p
     rng = random.Random(0)
     rows = [{**{n: sentence(rng) for n in names}, "stars": ("low", "high")[i % 2]} for i in range(20)]
     path = tmp_path / f"rows.{ending}"
-    if ending == "jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)))
-    elif ending == "parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        mark = "," if ending == "csv" else "\t"
-        path.write_text("\n".join([mark.join(rows[0]), *(mark.join(row.values()) for row in rows)]))
+    write_as_table(path, rows)
     text = names if pairs else names[0]
     data = load(DataSpec(name=str(path), text=text, label="stars", tokenizer=bert_folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(bert_folder)

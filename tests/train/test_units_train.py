@@ -16,7 +16,7 @@ from rgp.cards import card_text, short_unit
 from rgp.data import DataError, DataSpec, load
 from rgp.train import config, runner
 from rgp.train.progress import Silent
-from tiny_language import Words, sentence
+from tiny_language import Words, sentence, write_as_table
 
 PEOPLE, EACH = 30, 20
 
@@ -63,14 +63,7 @@ def test_columns_that_cannot_be_right(tmp_path):
 def test_tables_of_every_kind_have_units(tmp_path, ending):
     rows = [{"user": f"u{i % 12}", "text": f"film {i}", "label": str(i % 2)} for i in range(60)]
     path = tmp_path / f"a.{ending}"
-    if ending == "jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)))
-    elif ending == "parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        mark = "," if ending == "csv" else "\t"
-        path.write_text("\n".join([mark.join(rows[0]), *(mark.join(row.values()) for row in rows)]))
+    write_as_table(path, rows)
     data = load(DataSpec(name=str(path), tokenizer=Words(), units="user"))
     assert data.members.rows == len(data.train) == 5 * data.units
 
@@ -159,7 +152,7 @@ def test_card_report_and_summary_say_what_a_unit_is_because_the_sampler_did_it(t
 
 
 def test_nothing_in_a_run_folder_tells_how_many_rows_somebody_has(trained):
-    """Of files that may be published: all numbers are the same with and without 37 more rows of one person."""
+    """In files that may be published, all numbers are the same with and without 37 more rows of one person."""
     (one, first), (two, second) = trained[0], trained[37]
     changing = {"wall_seconds", "step_seconds", "peak_memory_bytes", "ledger_head", "accuracy", "dataset", "seed"}
     assert {k: v for k, v in one.items() if k not in changing} == {k: v for k, v in two.items() if k not in changing}
@@ -195,8 +188,41 @@ def test_an_audit_has_canary_persons(bert_folder, tmp_path):
     assert found["epsilon_lower"] <= found["epsilon_proven"] and not found["broken"]
 
 
-def test_attacks_on_rows_are_refused(trained):
+def test_an_attack_guesses_about_persons(bert_folder, tmp_path, monkeypatch):
+    """Shadows are trained on whole persons, with the target's sampling rate; what is promised is about persons."""
+    from rgp.attacks import attacking, shadows
+
+    made = settings(write_table(tmp_path / "p.csv", extra=5, each=4), bert_folder, "data.held_out=0.5", "run.seed=1")
+    summary = runner.train(made, tmp_path / "run", progress=Silent())
+    trained, train = [], shadows.runner.train
+
+    def spy(config, out, *, parts, **options):
+        trained.append((config.training.batch_size, parts.data))
+        return train(config, out, parts=parts, **options)
+
+    monkeypatch.setattr(shadows.runner, "train", spy)
+    found = attacking.attack_run(tmp_path / "run", shadows=4, progress=Silent())
+    assert found["unit"] == "person" and found["members"] == summary["training_units"]
+    assert found["members"] + found["nonmembers"] == PEOPLE
+    spent = json.loads((tmp_path / "run" / "attack.json").read_text())["promised"]
+    assert spent["mu"] > 0 and spent["success_rate"] < 1
+    first, second = trained[0][1], trained[1][1]
+    assert first.members.unit.size + second.members.unit.size == PEOPLE
+    assert len(first.train) + len(second.train) == 4 * PEOPLE + 5 == len(first.train) + len(first.test)
+    for batch, data in trained:
+        assert batch == round(4 * data.members.unit.size / summary["training_units"])
+        assert data.members.rows == len(data.train) and data.members.unit.rows_per_unit == 3
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "which persons are taken for training persons" in page and "training rows against" not in page
+
+
+def test_an_attack_has_to_know_whose_the_test_rows_are(bert_folder, tmp_path):
     from rgp.attacks.attacking import attack_run
 
-    with pytest.raises(ValueError, match="these attacks guess about rows"):
-        attack_run(trained[0][1], progress=Silent())
+    write_table(tmp_path / "train.csv")
+    (tmp_path / "test.csv").write_text("text,label\na film,good\n" * 1 + "a bad film,bad\n")
+    runner.train(settings(tmp_path, bert_folder), tmp_path / "run", progress=Silent())
+    with pytest.raises(ValueError, match="nothing says whose the test rows are"):
+        attack_run(tmp_path / "run", progress=Silent())
+    write_table(tmp_path / "test.csv", people=9, each=2)
+    assert load(spec(tmp_path)).test_members.unit.size == 9

@@ -13,8 +13,9 @@ import numpy as np
 from rgp import accounting
 from rgp.attacks.lira import lira
 from rgp.attacks.metrics import CONFIDENCE, INTERVALS, judge
+from rgp.attacks.pool import Pool
 from rgp.attacks.rmia import rmia
-from rgp.attacks.shadows import PooledRows, confidences, train_shadows
+from rgp.attacks.shadows import confidences, train_shadows
 from rgp.attacks.threshold import attack
 from rgp.ledger import Ledger
 from rgp.report.words import coin
@@ -30,31 +31,28 @@ NOTE = "Statistics of private rows. The guarantee does not cover them: do not pu
 
 
 def attack_run(out: Path, *, shadows: int = 0, seed: int = 0, keep: bool = False, progress: Progress) -> dict[str, Any]:
-    """Attack the run in `out`; returns what its attack.json holds."""
+    """Attack the run in `out`; returns what its attack.json holds.
+
+    What is guessed about is what the run protects: rows, or persons with all their rows.
+    """
     if shadows and (shadows < 4 or shadows % 2):
         raise ValueError(
-            f"--shadows {shadows} must be 0, or an even number of at least 4: each row is in half of them."
+            f"--shadows {shadows} must be 0, or an even number of at least 4: each row (or person) is in half of them."
         )
     folder = RunFolder(out)
     config, parts, source = load_trained(out)
     if source != "model":
         raise RunFolderError(f"{out} is not finished; finish it first: rgp train --resume --out {out}")
-    data, summary = parts.data, folder.read_json(folder.summary)
-    if data.members is not None:
-        raise ValueError(
-            f"{out} protects {data.members.unit.describe()}; these attacks guess about rows, and what is promised is about "
-            f"{data.members.unit.noun}s, so the two cannot be held against each other. `rgp audit` has canary persons."
-        )
-    members = len(data.train)
-    batch = config.training.microbatch_size or 32
-    everyone = PooledRows(data.train, data.test, range(members + len(data.test)))
-    target = confidences(parts.model, everyone, parts, batch_size=batch)
-    scores = {"loss threshold": -np.logaddexp(0.0, -target)}
+    pool, summary = Pool.of(parts.data), folder.read_json(folder.summary)
+    members = pool.trained
+    of_rows = confidences(parts.model, pool.rows(), parts, batch_size=config.training.microbatch_size or 32)
+    target = pool.mean(of_rows)
+    scores = {"loss threshold": pool.mean(-np.logaddexp(0.0, -of_rows))}
     if shadows:
         try:
             found, inside = train_shadows(
                 config,
-                data,
+                pool,
                 noise_multiplier=summary["noise_multiplier"],
                 steps=summary["steps"],
                 shadows=shadows,
@@ -77,6 +75,7 @@ def attack_run(out: Path, *, shadows: int = 0, seed: int = 0, keep: bool = False
         "note": NOTE,
         **{name: value for name, value in first.items() if name not in ("intervals", "roc", "judged")},
         "attacks": judged,
+        "unit": pool.noun,
         "shadows": shadows,
         "seed": seed,
         "confidence": CONFIDENCE,

@@ -34,6 +34,9 @@ def attack(
     compared with shadow models that were trained with and without it; each shadow is a training run of its own. An
     interrupted attack continues where it stopped.
 
+    Where the run protects persons (data.units), the question is asked about persons: whether somebody was in the data is
+    guessed from all their rows together.
+
     The results are statistics of private rows, which the guarantee does not cover: they stay in the run's folder
     (attack.json, attack.png, the marked part of report.html) and never get into model/.
 
@@ -81,14 +84,14 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(name, *cells)
     console = Console(highlight=False)
     console.print(table)
-    limit = result["promised"]
+    limit, noun = result["promised"], result["unit"]
     if limit is not None:
         console.print(
             f"promised: no attack gets more than {ceiling(limit['success_rate'])} right, or finds more than "
             f"{ceiling(limit['tpr_at_0.01'])} at 1% false alarms and {ceiling(limit['tpr_at_0.001'])} at 0.1%"
         )
     console.print(
-        f"{result['members']:,} training rows, {result['nonmembers']:,} held-out rows, {result['shadows']} shadow models; "
+        f"{result['members']:,} training {noun}s, {result['nonmembers']:,} held-out {noun}s, {result['shadows']} shadow models; "
         f"in brackets {result['confidence']:.0%} intervals"
     )
     for path in result["files"]:

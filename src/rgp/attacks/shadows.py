@@ -1,14 +1,14 @@
-"""Shadow models: the target's training, repeated on random halves of all its rows. Each is a run of `rgp train`.
+"""Shadow models: the target's training, repeated on random halves of all its units. Each is a run of `rgp train`.
 
-The pool is the target's training rows, then its held-out rows. Shadows come in pairs: one half, then the other, so every row
-is in half of the models. What is kept of a shadow is its confidence on every row, so an interrupted attack can continue.
+The pool (pool.py) is the target's training units, then its held-out ones. Shadows come in pairs: one half, then the other, so
+every unit, with all its rows, is in half of the models. What is kept of a shadow is its confidence on every row, so an
+interrupted attack can continue.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rgp.attacks.pool import Pool
 from rgp.files import write_atomically
 from rgp.torchstate import evaluating
 from rgp.train import runner, setup
@@ -26,36 +27,8 @@ from rgp.train.setup import Parts
 from rgp.train.weights import load_trained
 
 
-def take(dataset: Any, indices: list[int]) -> list[Any]:
-    """Many rows at once, where the data set has a faster way to get them."""
-    many = getattr(dataset, "__getitems__", None)
-    return many(indices) if callable(many) and indices else [dataset[i] for i in indices]
-
-
-class PooledRows:
-    """Some rows of two data sets, one after the other."""
-
-    def __init__(self, train: Any, test: Any, indices: Sequence[int]) -> None:
-        self._train, self._test, self._indices = train, test, indices
-        if hasattr(train, "lengths") and hasattr(test, "lengths"):
-            joined = [*train.lengths, *test.lengths]
-            self.lengths = [joined[i] for i in indices]
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        at, size = [self._indices[i] for i in indices], len(self._train)
-        trained = iter(take(self._train, [i for i in at if i < size]))
-        tested = iter(take(self._test, [i - size for i in at if i >= size]))
-        return [next(trained) if i < size else next(tested) for i in at]
-
-
 def halves(pool: int, shadow: int, seed: int) -> np.ndarray:
-    """Whether each row of the pool is in a shadow's training data (pool,). Depends on the pair and the seed alone."""
+    """Whether each unit of the pool is in a shadow's training data (pool,). Depends on the pair and the seed alone."""
     order = np.random.Generator(np.random.PCG64([seed, shadow // 2])).permutation(pool)
     inside: np.ndarray = np.zeros(pool, bool)
     inside[order[: pool // 2] if shadow % 2 == 0 else order[pool // 2 :]] = True
@@ -64,7 +37,7 @@ def halves(pool: int, shadow: int, seed: int) -> np.ndarray:
 
 def train_shadows(
     target: Config,
-    data: Any,
+    pool: Pool,
     *,
     noise_multiplier: float | None,
     steps: int,
@@ -74,9 +47,8 @@ def train_shadows(
     keep: bool,
     progress: Progress,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(confidences (S, n), inside (S, n)) of the shadow models, from the cache where they are in it."""
-    pool = len(data.train) + len(data.test)
-    inside = np.stack([halves(pool, shadow, seed) for shadow in range(shadows)])
+    """(confidences (S, n), inside (S, n)) of the shadow models on n units, from the cache where they are in it."""
+    inside = np.stack([halves(pool.size, shadow, seed) for shadow in range(shadows)])
     files = [folder / f"shadow-{seed}-{shadow:03}.npy" for shadow in range(shadows)]
     done = sum(file.exists() for file in files)
     progress.say(f"{shadows} shadow models" + (f", {done} of them done already" if done else ""))
@@ -86,14 +58,14 @@ def train_shadows(
         if not file.exists():
             config = shadow_config(
                 target,
-                rows=int(inside[shadow].sum()),
-                of=len(data.train),
+                units=int(inside[shadow].sum()),
+                of=pool.trained,
                 noise_multiplier=noise_multiplier,
                 steps=steps,
                 seed=(seed << 20) + shadow,
             )
             out = folder / file.stem
-            values = _train_one(config, data, inside[shadow], out)
+            values = _train_one(config, pool, inside[shadow], out)
             write_atomically(file, lambda new, values=values: _save(new, values))  # type: ignore[misc]
             if not keep:
                 shutil.rmtree(out)
@@ -102,11 +74,11 @@ def train_shadows(
             left = spent / trained * sum(not f.exists() for f in files)
             progress.say(f"shadow {shadow + 1} of {shadows} after {spent:.0f} s, about {left:.0f} s left")
         found.append(np.load(file))
-        if found[-1].shape != (pool,):
+        if found[-1].shape != pool.owner.shape:
             raise ValueError(
-                f"{file} belongs to other data: it holds {len(found[-1])} rows, and there are {pool}. Remove it."
+                f"{file} belongs to other data: it holds {len(found[-1])} rows, and there are {len(pool.owner)}. Remove it."
             )
-    return np.stack(found), inside
+    return np.stack([pool.mean(values) for values in found]), inside
 
 
 def _save(path: Path, values: np.ndarray) -> None:
@@ -115,33 +87,33 @@ def _save(path: Path, values: np.ndarray) -> None:
 
 
 def shadow_config(
-    target: Config, *, rows: int, of: int, noise_multiplier: float | None, steps: int, seed: int
+    target: Config, *, units: int, of: int, noise_multiplier: float | None, steps: int, seed: int
 ) -> Config:
-    """The target's training on another number of rows: the same sampling rate, steps and noise."""
+    """The target's training on another number of units: the same sampling rate, steps and noise."""
     training = target.training
-    cap = None if training.max_batch is None else max(1, round(training.max_batch * rows / of))
+    cap = None if training.max_batch is None else max(1, round(training.max_batch * units / of))
     return replace(
         target,
         training=replace(
-            training, batch_size=max(1, round(training.batch_size * rows / of)), steps=steps, epochs=None, max_batch=cap
+            training,
+            batch_size=max(1, round(training.batch_size * units / of)),
+            steps=steps,
+            epochs=None,
+            max_batch=cap,
         ),
         budget=replace(target.budget, epsilon=None, delta=None, noise_multiplier=noise_multiplier),
         run=replace(target.run, seed=seed, secure_noise=False, eval_every=steps),
     )
 
 
-def _train_one(config: Config, pool: Any, inside: np.ndarray, out: Path) -> np.ndarray:
-    def rows(chosen: np.ndarray) -> PooledRows:
-        return PooledRows(pool.train, pool.test, np.flatnonzero(chosen).tolist())
-
-    data = replace(pool, train=rows(inside), test=rows(~inside), more_tests={})
+def _train_one(config: Config, pool: Pool, inside: np.ndarray, out: Path) -> np.ndarray:
+    data = pool.divided(inside)
     begun = (out / "config.yaml").exists()
     if out.exists() and not begun:
         shutil.rmtree(out)  # stopped before the run began
     runner.train(config, out, progress=Silent(), resume=begun, parts=setup.make(config, data))
     _, parts, _ = load_trained(out, data)  # what was published, not what was trained last: they may differ (ema)
-    everyone = rows(np.ones_like(inside))
-    return confidences(parts.model, everyone, parts, batch_size=config.training.microbatch_size or 32)
+    return confidences(parts.model, pool.rows(), parts, batch_size=config.training.microbatch_size or 32)
 
 
 @torch.no_grad()

@@ -26,17 +26,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rgp.composition import (
-    Event,
-    compose,
-    composed_epsilon,
-    fft_rounding,
-    grid_interval,
-    make_accountant,
-    merge,
-    read_epsilon,
-    rough_epsilon,
-)
+from rgp.accountants import PLD, composed_epsilon
+from rgp.composition import Event, coarse_ledger, compose, fft_rounding, merge, read_epsilon
 
 # shares of the canaries that are guessed about: the best of them counts, each at a quarter of the level
 SHARES = (0.75, 0.5, 0.25, 0.1)
@@ -160,7 +151,7 @@ def refuted(inverse: Inverse, guessed: Guessed, *, level: float) -> bool:
     for i in range(right, 0, -1):
         more = max(h, inverse(r))
         if more == h:
-            break  # nothing will change any more
+            break  # nothing will change from here on
         r, h = r + (i - 1) / (most - i + 1) * (more - h), more
         if r + h > most / m:
             return True
@@ -208,9 +199,8 @@ def trade_off(claim: tuple[Event, ...], scale: float, delta: float) -> Inverse:
         return gaussian(mu(claim) / scale)
     scaled = _scaled(claim, scale)
     # a coarse grid gives a curve that allows more, never less, and costs a tenth
-    grid = 10 * grid_interval(scaled, rough_epsilon(scaled, float(delta)))
-    pld, slack = compose(make_accountant("pld", grid), scaled), fft_rounding(scaled)
-    largest = read_epsilon(pld, min(float(delta), 1e-9), scaled)
+    pld, slack = compose(coarse_ledger(scaled, float(delta)), scaled), fft_rounding(scaled)
+    largest = read_epsilon(pld, min(float(delta), 1e-9), slack)
     epsilons = np.concatenate([[0.0], np.geomspace(max(largest, 1e-6) / 1e3, largest, 60)])
     deltas = np.clip([pld.get_delta(e) + slack for e in epsilons.tolist()], 0.0, 1.0)
     return by_profile(epsilons, deltas)
@@ -246,7 +236,7 @@ def _epsilon(claim: tuple[Event, ...], scale: float, delta: float) -> float:
         return 0.0
     if all(event.sampling_rate == 1 and event.max_batch is None for event in claim):
         return gaussian_epsilon(mu(claim) / scale, delta)
-    return composed_epsilon(_scaled(claim, scale), float(delta), "pld")
+    return composed_epsilon(_scaled(claim, scale), float(delta), PLD.name)
 
 
 def gaussian_epsilon(mean: float, delta: float) -> float:

@@ -1,10 +1,10 @@
 """Canaries: what is put into the training data by the toss of a coin, and how it is recognised afterwards.
 
-All M canaries are rows of the audit's data set, after the real ones, so N, the sampling rate and the divisor do not tell
+All M canaries are rows of the audit's data set, after the real ones, so N, the sampling rate and the divisor do not reveal
 how the coins fell. A canary that was left out contributes exactly zero, which is what a row that is not there contributes.
 Where units are persons (data.units), a canary is a person, with as many rows as a step uses, and so are the words below.
 
-White-box   a canary is a vector of norm C in the released coordinates, put in the place of its row's gradient after capture
+White-box   a canary is a vector of norm C in the released coordinates, which replaces its row's gradient after capture
             and before clipping. Its score is the sum over the steps of its inner product with the noisy release.
 Black-box   a canary is an input of its own: a noise image, or a text of random tokens, with a random label. Its score is
             by how much its loss fell during training.
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rgp.attacks.shadows import take
+from rgp.attacks.pool import take
 from rgp.clipping import Gradients
 from rgp.observing import Observer
 from rgp.run import Run
@@ -70,7 +70,7 @@ def blank(item: Any, length: int) -> Any:
 
 
 def made_input(empty: Any, classes: int, rng: np.random.Generator, vocabulary: int | None) -> Any:
-    """An input that nobody has, shaped like a blank one: noise, or random tokens, with a random label."""
+    """An input that occurs nowhere else, shaped like a blank one: noise, or random tokens, with a random label."""
     label = int(rng.integers(classes))
     if isinstance(empty, Mapping):
         ids, old = empty["input_ids"], empty["labels"]

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rgp.rounding import round_down, round_up
-from rgp.train.command import complete_preset, complete_set
+from rgp.train.command import Changes, complete_preset
 
 BROKEN = 4
 
@@ -27,10 +27,7 @@ def audit(
     preset: Annotated[
         str | None, typer.Option(help="Settings that come with rgp.", autocompletion=complete_preset)
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.", autocompletion=complete_set),
-    ] = None,
+    changes: Changes = None,
     run: Annotated[
         Path | None, typer.Option(help="Audit the settings of this run; the result goes on its privacy card.")
     ] = None,

@@ -35,6 +35,9 @@ def bench(
     source: Annotated[str | None, typer.Option(help="weight or history (measured past its warm-up).")] = None,
     keep: Annotated[int | None, typer.Option(help="Steps for which carriers stay.")] = None,
     state: Annotated[str | None, typer.Option(help="Of the optimizer, for carried weights: full or thin.")] = None,
+    bands: Annotated[
+        int | None, typer.Option(help="Steps over which noise is correlated; with --keep for rgp.")
+    ] = None,
     against: Annotated[
         str | None, typer.Option(help=f"Other contenders, by comma: {', '.join(CONTENDERS[1:])}.")
     ] = None,
@@ -69,6 +72,7 @@ def bench(
         "source": source,
         "keep": keep,
         "state": state,
+        "bands": bands,
         "repeats": repeats,
         "optimizer": optimizer,
         "threads": threads,

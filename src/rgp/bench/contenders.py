@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from rgp.bands import coefficients
 from rgp.bench.settings import Settings
 from rgp.bench.workloads import Workload
+from rgp.correlated import Chain
 
 CLIP = 1.0
 NOISE_MULTIPLIER = 1.0
@@ -132,12 +134,19 @@ class Engine(Contender):
             probe=False,  # the rehearsal comes with a few steps only, and docs/pitfalls.md has what it costs
         )
         self.batches = iter(self.run)
+        if settings.bands > 1:
+            # Not by bands=, which would draw from groups: every contender sees the same batches. Nothing here is private.
+            self.run.releases.chain = Chain(coefficients(settings.bands, settings.bands).tolist())
 
     def step(self) -> None:
         ended = False
         while not ended:
             batch = next(self.batches)
             ended = self.run.step(self.workload.loss(self.model, batch))
+        chain = self.run.releases.chain
+        if 0 < chain.length < chain.bands - 1:  # as full as it will be after b steps
+            past = chain.secrets()[0].clone()
+            chain.restore([past] * (chain.bands - 1))
 
     def per_example_bytes(self) -> int | None:
         return getattr(self.run, "per_example_bytes", None)

@@ -21,6 +21,7 @@ def show_bench(report: dict[str, Any], console: Console) -> None:
         title=f"{settings['model']}, batch {settings['batch']} as {pieces} x {settings['microbatch']}, "
         f"rank {settings['rank']}, {settings['sides']}, {settings['source']} carriers kept for {settings['keep']}, "
         f"{settings['state']} state, {settings['optimizer']}"
+        + (f", noise correlated over {settings['bands']} steps" if settings.get("bands", 1) > 1 else "")
     )
     table.add_column("contender", no_wrap=True)
     for heading in ("s/step", "x plain", "x bound", "peak", "x plain", "per-example"):

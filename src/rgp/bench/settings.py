@@ -11,7 +11,7 @@ from rgp.validate import check_count, check_one_of
 
 CONTENDERS = ("rgp", "plain", "bound", "opacus-ghost", "opacus-hooks", "dpsgd")
 MODELS = ("bert-base", "minilm", "toy")
-MODEL_PATTERN = re.compile(r"wrn\d+-\d+|stack:\d+|[\w.]+:\w+")
+MODEL_PATTERN = re.compile(r"wrn\d+-\d+|(stack|transformer):\d+|[\w.]+:\w+")
 LONG_WARM_UP = 8.0  # seconds after which one warm-up step is enough
 WARM_UP_STEPS = 2  # the first steps of a process are slower: caches of kernels and of the allocator fill
 
@@ -25,7 +25,8 @@ class Settings:
     """
 
     model: str = "bert-base"
-    """bert-base, minilm, wrn16-4 (any wrnD-K), toy, a folder with a Hugging Face model, or module:function."""
+    """bert-base, minilm, wrn16-4 (any wrnD-K), transformer:512 (any width), toy, a folder with a Hugging Face model, or
+    module:function."""
     batch: int = 32
     """Examples in a logical batch: one optimizer step."""
     microbatch: int = 8
@@ -43,7 +44,9 @@ class Settings:
     keep: int = 1
     """Steps for which carriers stay."""
     state: str = "full"
-    """Of the optimizer, for carried weights: full or thin."""
+    """The optimizer's state for carried weights: full or thin."""
+    bands: int = 1
+    """Steps over which this library's noise is correlated, with all past noise in place from the second step on."""
     optimizer: str | None = None
     """adamw or sgd (momentum 0.9); by default sgd for wide ResNets and adamw for the rest."""
     repeats: int = 5
@@ -62,7 +65,7 @@ class Settings:
                 f"model={self.model!r} is not known: take {', '.join(MODELS)}, wrn16-4, wrn28-4, the path of a folder "
                 "with a Hugging Face model, or module:function"
             )
-        for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations", "keep"):
+        for name in ("batch", "microbatch", "seq", "rank", "repeats", "power_iterations", "keep", "bands"):
             check_count(name, getattr(self, name))
         if self.batch % self.microbatch:
             # Unequal micro-batches would not be cut in the same places by every contender.

@@ -67,6 +67,8 @@ def build(settings: Settings) -> Workload:
         workload = toy(settings)
     elif name.startswith("stack:"):
         workload = stack(settings, width=int(name.removeprefix("stack:")))
+    elif name.startswith("transformer:"):
+        workload = transformer(settings, width=int(name.removeprefix("transformer:")))
     elif name in HUGGING_FACE:
         workload = hugging_face(settings, HUGGING_FACE[name])
     elif Path(name).is_dir():
@@ -103,7 +105,7 @@ def preload(name: str) -> None:
     """Import what `build` will import, so that libraries count as baseline and not as the model's memory."""
     if name in HUGGING_FACE or Path(name).is_dir():
         from transformers import AutoModelForSequenceClassification, BertForSequenceClassification  # noqa: F401
-    elif ":" in name and not name.startswith("stack:"):
+    elif ":" in name and not name.startswith(("stack:", "transformer:")):
         importlib.import_module(name.split(":")[0])
 
 
@@ -172,8 +174,17 @@ class ToyTransformer(nn.Module):
 
 
 def toy(settings: Settings) -> Workload:
+    return small_text(settings, ToyTransformer())
+
+
+def transformer(settings: Settings, width: int) -> Workload:
+    """Six blocks of a given width, for whoever has no transformers installed; 19 million parameters at width 512."""
+    return small_text(settings, ToyTransformer(width=width, depth=6, heads=max(1, width // 64)))
+
+
+def small_text(settings: Settings, model: nn.Module) -> Workload:
     ids = torch.randint(100, (settings.batch, settings.seq))
-    return Workload(ToyTransformer(), TensorDataset(ids, torch.randint(2, (settings.batch,))))
+    return Workload(model, TensorDataset(ids, torch.randint(2, (settings.batch,))))
 
 
 class LinearStack(nn.Module):

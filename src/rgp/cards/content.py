@@ -1,6 +1,6 @@
 """The privacy card of a run: what was proven about it, and what was not.
 
-It holds nothing that was computed from private data without noise, and says of the privacy unit only what the run's
+It holds nothing that was computed from private data without noise, and says about the privacy unit only what the run's
 mechanism says: what the sampler drew is what is protected.
 """
 
@@ -16,13 +16,11 @@ import torch
 
 from rgp import accounting
 from rgp._version import __version__
+from rgp.accountants import find_accountant
 from rgp.files import bare_name
 from rgp.run import Run
-from rgp.units import Rows, Unit
 
-NOT_COVERED = [
-    "several rows of one person: k rows are protected by no more than k times epsilon",
-    "the number of training rows, and the names and number of classes, which count as public",
+NOT_COVERED = [  # whatever the unit is
     "settings that were chosen by looking at results on the private data",
     "training loss, gradient norms, accuracy on private rows and other diagnostics: none of them is in this folder",
     "what the initial weights were trained on before this run",
@@ -33,27 +31,13 @@ NEIGHBOURS = "add-or-remove-one"
 
 def unit_of(run: Run, row: str = "") -> str:
     """What the guarantee protects, from the mechanism. row: what a row of this dataset is, if that is known."""
-    unit = run.mechanism.unit
-    return unit.describe() + (f" ({row})" if row and isinstance(unit, Rows) else "")
+    return run.mechanism.unit.describe(row)
 
 
 def counts(run: Run) -> dict[str, Any]:
-    """How many units there were, which is public; of rows only where they are the units."""
+    """How many units there were, which is public; the number of rows only where rows are the units."""
     unit = run.mechanism.unit
-    rows = unit.size if isinstance(unit, Rows) else None
-    return {"training_rows": rows, "training_units": unit.size, "unit_noun": unit.short}
-
-
-def not_covered(unit: Unit) -> list[str]:
-    """With units of several rows, what a person has many of is covered; who counts as one person is not checked."""
-    if isinstance(unit, Rows):
-        return NOT_COVERED
-    return [
-        f"one {unit.noun} under several ids: ids are taken as they are, and each is protected on its own",
-        f"what {unit.noun}s have in common, such as a household: each is protected on its own",
-        f"the number of training {unit.noun}s, and the names and number of classes, which count as public",
-        *NOT_COVERED[2:],
-    ]
+    return {"training_rows": unit.rows, "training_units": unit.size, "unit_noun": unit.noun}
 
 
 def make_card(
@@ -78,8 +62,8 @@ def make_card(
         "unit": unit_of(run, row),
         "neighbours": NEIGHBOURS,
         "sampling": {
-            "kind": "Poisson" if mechanism.bands == 1 else "Poisson in groups, by turns",
-            "groups": mechanism.bands,
+            "kind": mechanism.sampling.words,
+            "groups": mechanism.sampling.groups,
             "rate": mechanism.rate(0),
             "expected_batch_size": mechanism.batch_size(0),
             "max_batch": mechanism.sampling.max_batch,
@@ -96,15 +80,15 @@ def make_card(
         "model": bare_name(model),
         "parameters": sum(e.size for e in run.plan),
         "preprocessing": {str(k): _plain(v) for k, v in (preprocessing or {}).items()},
-        "not_covered": not_covered(mechanism.unit),
+        "not_covered": [*mechanism.unit.not_covered(), *NOT_COVERED],
         "audit": None,  # filled in by `rgp audit --run`
-        "attack_run": False,  # whether `rgp attack` was; its results are about private rows, and never here
+        "attack_run": False,  # whether `rgp attack` was run; its results are about private rows, and never on the card
         "ledger": {"releases": run.ledger.count, "head": run.ledger.head},
         "code": {"rgp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    if private and mechanism.accountant == "pld":
-        meaning = accounting.meaning(run.ledger.events(), delta=mechanism.delta)
+    if private and find_accountant(mechanism.accountant).profile is not None:
+        meaning = accounting.meaning(run.ledger.events(), delta=mechanism.delta, accountant=mechanism.accountant)
         card["attack_bound"] = {"false_positive_rate": 0.01, "true_positive_rate": meaning.tpr_at_1_percent}
     return card
 

@@ -14,7 +14,7 @@ class EpsilonSoFar:
     def __init__(self, run: Run) -> None:
         mechanism = run.mechanism
         event: Any = mechanism.event(0) if len(mechanism.events()) == 1 else mechanism.event
-        turns = -(-mechanism.steps // mechanism.bands)  # those of the first group, which spends the most
+        turns = mechanism.sampling.turns(mechanism.steps)
         curve = accounting.epsilon_curve(
             event, turns, delta=mechanism.delta, accountant=mechanism.accountant, points=20
         )
@@ -23,7 +23,8 @@ class EpsilonSoFar:
     def after(self, run: Run) -> float:
         count = run.ledger.count  # more than the steps, if some were charged twice after a crash
         twice = count > run.step_index and run.mechanism.bands > 1  # in which group?
-        if twice or run.ledger.header.get("after"):
+        anew = "deal" in (run.ledger.records or [{}])[-1]  # groups were dealt again: the curve knows one deal
+        if twice or anew or run.ledger.header.get("after"):
             return run.epsilon()
         found = next((epsilon for step, epsilon in self._curve if step >= count), None)
         return run.epsilon() if found is None else found

@@ -6,9 +6,8 @@ import math
 import re
 from typing import Any
 
+from rgp.accountants import accountant_label
 from rgp.rounding import percent_up, round_down, round_up
-
-ACCOUNTANTS = {"pld": "privacy loss distributions (PLD)", "rdp": "Rényi divergences (RDP)", None: "none"}
 
 
 def card_text(card: dict[str, Any]) -> str:
@@ -44,7 +43,7 @@ def card_text(card: dict[str, Any]) -> str:
     facts = [
         ("protected", card["unit"]),
         ("neighbouring data sets", f"{short_unit(card['unit'])} is added or removed"),
-        ("accountant", ACCOUNTANTS.get(card["accountant"], card["accountant"])),
+        ("accountant", accountant_label(card["accountant"])),
         (
             "sampling",
             _sampling_text(sampling, noun)
@@ -121,4 +120,4 @@ def _randomness(card: dict[str, Any]) -> str:
     if card["seed_known"]:
         return "from a seed that was given"
     source = "a cryptographic generator" if card["secure_noise"] else "numpy's Philox"
-    return f"{source}, keyed with 256 bits from the operating system that nobody has seen"
+    return f"{source}, keyed with 256 secret bits from the operating system"

@@ -10,8 +10,10 @@ from rgp.checks.items import same_rows, shapes_of_rows
 from rgp.checks.trial import Sketches, Trial
 from rgp.errors import UnsupportedError
 
-DEALS = 4000  # of the copies to seeds, all of which have to be farther apart for randomness to count as shared
-COARSE = 1e-2  # a tolerance where half precision was seen
+DEALS = (
+    4000  # random assignments of copies to seeds, all of which must be farther apart for randomness to count as shared
+)
+COARSE = 1e-2  # tolerance where half precision was used
 
 
 def same_weights(one: Trial, two: Trial) -> bool:
@@ -67,7 +69,7 @@ def check_shared(passes: Tensor, tolerance: float, released: str) -> None:
     alike = bool((passes[:, 0] - passes[:, 1]).abs().amax() <= tolerance * scale)
     if alike or _nearer_than_by_chance(passes[:, :, informative] / spread[informative]):
         raise UnsupportedError(
-            "the examples of a batch share random numbers: two copies of one example came out alike under each of several "
+            "the examples of a batch share random numbers: two copies of one example gave the same result under each of several "
             "seeds, and otherwise under others. A flip drawn once for a batch does that, a layer that is left out for a whole "
             "batch (layerdrop, stochastic depth in batch mode), or dropout of weights. Which examples share a draw depends on "
             "who else is in the batch, so one example more would change everybody's gradient. Draw for each example on its own: "

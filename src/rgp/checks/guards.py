@@ -1,4 +1,4 @@
-"""What the engine refuses in the middle of a run: a loss, a gradient, a model or an optimizer that is not as it must be."""
+"""What the engine refuses in the middle of a run: an unsuitable loss, gradient, model or optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rgp.trained import TrainedModel
 
 
 def loss_weights(loss: Any, m: int, reduction: str, *, views: int) -> Tensor:
-    """What to backpropagate so that each of m examples' own gradient arrives, whatever the reduction was."""
+    """The tensor to backpropagate so that each of the m examples' own gradient arrives, whatever the reduction was."""
     if not isinstance(loss, Tensor):
         raise WrongUseError(f"run.step takes the loss as a tensor; got {type(loss).__name__}")
     if reduction == "none":
@@ -80,7 +80,7 @@ def check_captured(parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) 
 
 
 def check_unchanged(trained: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """The model, the plan and the optimizer still belong together."""
+    """Refuse if the model, the plan and the optimizer no longer belong together."""
     current = dict(trained.model.named_parameters())
     for name, parameter in trained.parameters.items():
         now = current.pop(name, None)
@@ -96,7 +96,7 @@ def check_unchanged(trained: TrainedModel, optimizer: torch.optim.Optimizer) -> 
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], trained: set[str]) -> None:
-    """It holds all that the plan trains, and nothing that is not the model's."""
+    """Refuse an optimizer that lacks a parameter of the plan, or holds one that is not the model's."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name in parameters if name in trained and id(parameters[name]) not in held]
     if missing:

@@ -1,4 +1,4 @@
-"""Examples and batches of any kind, as the rehearsal sees them: what is in them, how they differ, which to replace by which."""
+"""Examples and batches of any kind, as the rehearsal sees them: their content, how they differ, which to replace by which."""
 
 from __future__ import annotations
 
@@ -59,12 +59,20 @@ def _alike(x: Any, y: Any) -> bool:
         return False
 
 
+def came_out_otherwise(one: Any, two: Any) -> bool:
+    """Whether two loadings of one item differ, in what can be compared: numbers and text."""
+    a, b = _values(one), _values(two)
+    kinds = (Tensor, str, bytes, bool, int, float)
+    both = [(x, y) for x, y in zip(a, b, strict=False) if isinstance(x, kinds) and isinstance(y, kinds)]
+    return len(a) != len(b) or any(not _alike(x, y) for x, y in both)
+
+
 def is_finite(item: Any) -> bool:
     return all(bool(leaf.isfinite().all()) for leaf in _values(item) if isinstance(leaf, Tensor))
 
 
 def length(item: Any) -> int:
-    """Its size, before it is padded."""
+    """The size of an item before it is padded."""
     return sum(
         leaf.numel() if isinstance(leaf, Tensor) else len(leaf) if isinstance(leaf, str) else 1
         for leaf in _values(item)

@@ -1,6 +1,6 @@
 """A hinge between examples: `relu(margin - a + b)`, a mean loss that is capped or flooded.
 
-Where a hinge is not active, the rehearsal sees nothing of it; later it may decide over everybody. So, in the rehearsal's
+Where a hinge is not active, the rehearsal cannot see it; later it may affect everyone. So, in the rehearsal's
 first batch, operations with a kink between the model's last activations and the loss are looked at: none may be given
 numbers that depend on several examples.
 """
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 from rgp.checks.means import Output, kind_of, shape_at
 from rgp.errors import UnsupportedError
 
-# what autograd calls operations that are piecewise linear: their second derivatives are zero, and cannot tell
+# autograd's names of piecewise linear operations, whose second derivatives are zero and show nothing
 # fmt: off
 KINKS = {
     "Relu", "LeakyRelu", "Prelu", "Threshold", "Hardtanh", "Clamp", "ClampMin", "ClampMax", "Abs", "Max", "Min",
@@ -34,7 +34,7 @@ LARGEST = 2**24  # entries: derivatives of more (a language model's logits) woul
 def check_kinks(loss: Tensor, outputs: Sequence[Output], m: int) -> None:
     """Raise if an operation with a kink is given numbers of several of the m examples.
 
-    outputs: of the operations with trained parameters; those are looked at that no other one stands behind.
+    outputs: those of the operations with trained parameters; only the last ones before the loss are examined.
     """
     last = [(edge, shape) for edge, shape in _last(loss, outputs) if shape and shape[0] and shape[0] % m == 0]
     if not last or sum(prod(shape) for _, shape in last) > LARGEST:
@@ -59,7 +59,7 @@ def _last(loss: Tensor, outputs: Sequence[Output]) -> list[Output]:
 
 
 def _reached(starts: Iterable[Node | None], among: Iterable[Node], *, through: bool = False) -> set[Node]:
-    """Which of these nodes a backward pass comes to; through: also those behind others of them."""
+    """The nodes among these that a backward pass reaches. through: also those beyond others of them."""
     wanted, found, seen = set(among), set(), set()
     waiting = [node for node in starts if node is not None]
     while waiting:
@@ -75,9 +75,9 @@ def _reached(starts: Iterable[Node | None], among: Iterable[Node], *, through: b
 
 
 def _meets_mixtures(loss: Tensor, last: list[Output], m: int) -> bool:
-    """Whether an operation that is with a kink is given numbers that depend on several examples.
+    """Whether an operation with a kink is given numbers that depend on several examples.
 
-    Where it is piecewise linear, second derivatives are zero and cannot tell.
+    Where it is piecewise linear, second derivatives are zero and show nothing.
     """
     edges = [edge for edge, _ in last]
     for place in _inputs_of_kinks(loss, {edge.node for edge in edges}):

@@ -1,4 +1,4 @@
-"""A mean whose divisor depends on everybody's labels: over tokens that are not ignored, over what a mask left.
+"""A mean whose divisor depends on all examples' labels: over tokens that are not ignored, or entries that a mask left.
 
 The rehearsal (rehearsal.py) asks the loop itself, once. Whether such a mean is uneven depends on the labels of each batch, so
 it is also looked for in every batch, among torch's own means: `check_even`.
@@ -21,7 +21,7 @@ from rgp.errors import UnsupportedError
 
 _OF_LABELS = (F.cross_entropy, F.nll_loss)
 _NAN_MEANS = (torch.nanmean, torch.Tensor.nanmean)
-_LOSSES = tuple(  # whatever torch reduces by a mean
+_LOSSES = tuple(  # operations that torch reduces by a mean
     function
     for name, function in vars(F).items()
     if inspect.isfunction(function)
@@ -69,7 +69,7 @@ def unevenness(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _is_of_one_or_of_all(tensor: Tensor, m: int) -> bool:
-    """Whether a mean of this divides nobody's share by how many others there are.
+    """Whether a mean of this divides no example's share by the number of others.
 
     It does not if all entries belong to one example (in a loop over them), nor if they are numbers that were put together,
     each of them from all examples (the losses of two tasks).
@@ -99,7 +99,7 @@ def _is_of_one_or_of_all(tensor: Tensor, m: int) -> bool:
 
 
 def _example_of(place: GradientEdge, m: int) -> int | None:
-    """Which one, where the rows of one example are cut out of one for each: x[i], x[i : i + 1], `for row in x`."""
+    """The example whose rows are cut out of a tensor that has rows for each: x[i], x[i : i + 1], `for row in x`."""
     node: Any = place.node
     if getattr(node, "_saved_dim", None) != 0:
         return None
@@ -114,7 +114,7 @@ def _example_of(place: GradientEdge, m: int) -> int | None:
 
 
 def _signed(index: int) -> int:
-    """Autograd keeps -1 as the largest number of 64 bits."""
+    """Undo how autograd stores -1: as the largest 64-bit number."""
     return index - 2**64 if index >= 2**63 else index
 
 
@@ -122,7 +122,7 @@ def check_even(loss: Tensor, uneven: Sequence[Node]) -> None:
     """Raise if the loss is made of a mean that was found to be uneven."""
     if uneven and _reaches(loss, uneven):
         raise UnsupportedError(
-            "the loss is a mean in which examples do not count alike: its divisor depends on all examples' labels (those "
+            "the loss is a mean in which examples do not count equally: its divisor depends on all examples' labels (those "
             "that are not ignored, entries that a mask left, class weights), and so does each example's gradient. Reduce each on "
             "its own: reduction='none' gives a loss for each label; take their sum or mean within each example, and .mean() over "
             "the examples. Nothing of this batch was released. See docs/pitfalls.md."
@@ -139,7 +139,7 @@ def shape_at(place: GradientEdge) -> tuple[int, ...] | None:
 
 
 def _reaches(loss: Tensor, nodes: Iterable[Node]) -> bool:
-    """Whether a backward pass comes to one of these nodes."""
+    """Whether a backward pass reaches one of these nodes."""
     wanted, seen, waiting = set(nodes), set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""A trained parameter that does not move is an error: noise was paid for it, and the optimizer left it alone."""
+"""A trained parameter that does not move is an error: it received noise, and the optimizer left it alone."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from torch import Tensor
 
 from rgp.errors import WrongUseError
 
-ENTRIES = 256  # of each parameter are looked at; noise reaches all of them
+ENTRIES = 256  # entries of each parameter that are compared; noise reaches all of them
 
 
 class Moves:
-    """Looks at each trained parameter until it was seen to move, which is the first step as a rule."""
+    """Watches each trained parameter until it has moved, usually in the first step."""
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
         still = scheduler is None and all(float(g.get("lr", 1.0)) == 0 for g in optimizer.param_groups)
-        self.waiting = {} if still else dict(parameters)  # a learning rate of 0 throughout is meant: audits do that
+        self.waiting = (
+            {} if still else dict(parameters)
+        )  # a learning rate of 0 throughout is deliberate: audits do that
         self._before: dict[str, tuple[Tensor, int]] = {}
 
     def before(self) -> None:
@@ -41,7 +43,7 @@ class Moves:
                 if not torch.equal(old, parameter.detach().flatten()[:ENTRIES]):
                     del self.waiting[name]
                 elif self._rate(parameter) == 0 and self._scheduler is not None:
-                    continue  # a warm-up begins so
+                    continue  # a warm-up begins like this
                 elif self._rate(parameter) == 0 or (parameter._version == version and not self._is_fused(parameter)):
                     raise WrongUseError(
                         f"parameter {name!r} is trained by the plan, got its noise, and did not move: "
@@ -61,7 +63,7 @@ class Moves:
         return float(self._group(parameter).get("lr", 1.0))
 
     def _is_fused(self, parameter: Tensor) -> bool:
-        """Fused kernels write past torch's version counters."""
+        """Compare contents too, because fused kernels do not raise torch's version counters."""
         return bool(self._group(parameter).get("fused"))
 
     def _group(self, parameter: Tensor) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Backward passes of the loop's own, beside run.step: for adversarial inputs, for a generator.
+"""Backward passes that the loop runs itself, besides run.step: for adversarial inputs, or for a generator.
 
-They are none of the run's business as long as nothing of them stays: per-example gradients that rules compute on the way are
+They do not concern the run as long as nothing of them is kept: per-example gradients that rules compute on the way are
 not kept, and what lands in the `.grad` of the model's parameters is dropped.
 """
 
@@ -24,13 +24,13 @@ GRAD = torch.autograd.grad
 
 
 class OwnPasses:
-    """Lets through what ends in something that is not the model's; refuses the rest."""
+    """Allows backward passes that end in something outside the model; refuses the rest."""
 
     def __init__(self, slots: Mapping[int, Slot], model: nn.Module | None) -> None:
         self._slots, self._model, self._warned = slots, model, False
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What it ends in: "inputs", or parameters of "others".
+        """What the pass ends in: "inputs", or parameters of "others".
 
         WrongUseError for `loss.backward()` as in plain training; UnsupportedError for second derivatives.
         """
@@ -61,7 +61,7 @@ class OwnPasses:
 
     @contextmanager
     def nothing_stays(self) -> Iterator[None]:
-        """Gradients of the model's parameters are dropped."""
+        """Drop gradients of the model's parameters."""
         slots = set(self._slots.values())
         for slot in slots:
             slot.muted = True
@@ -83,7 +83,7 @@ class OwnPasses:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "a backward pass of the loop's own gives gradients to parameters that the run does not train, such as a "
+                "a backward pass that the loop runs itself gives gradients to parameters that the run does not train, such as a "
                 "generator's. Epsilon covers them only if they learn from what the private model says, and never from private "
                 "examples: feed them random numbers, and always equally many (the size of a drawn batch is private too)."
             )

@@ -1,6 +1,6 @@
-"""The rehearsal: does one example move another's gradient? The loop's own body is asked, before anything is released.
+"""The rehearsal: does one example move another's gradient? The loop's own body is tried out, before anything is released.
 
-Clipping bounds an example's influence only if its gradient does not depend on the others. No list of operations can tell:
+Clipping bounds an example's influence only if its gradient does not depend on the others. No list of operations can cover this:
 batch statistics, a loss of shape (m, m), a mean over whichever labels are there, padding that counts, a collate_fn that
 mixes. So, before its first batch, the loop is handed a few small batches, whose per-example gradients are compared and
 thrown away; and again, with other examples, after one step (weights that were zero have moved), four, sixteen and so on
@@ -17,7 +17,7 @@ thrown away; and again, with other examples, after one step (weights that were z
                have in common, and what differs from seed to seed, is randomness that examples share. Which of them
                share it depends on who else was drawn, so it must not be
 
-In micro-batches of one, where no example can meet another, it is asked whether the loop keeps something of the batches before.
+In micro-batches of one, where no example can meet another, the question is whether the loop keeps anything from earlier batches.
 
 Dropout of activations is left out in all of them. All trials see the same random numbers (copies aside), and afterwards
 Python's, numpy's and torch's generators are as they were, and so are the model's buffers.
@@ -35,7 +35,16 @@ import torch
 from torch.utils.data import default_collate
 
 from rgp.checks.comparing import COARSE, advice_on, check_shared, moved, percent, rows_of, same_weights, stage_of
-from rgp.checks.items import are_equal, extremes, is_finite, length, magnitude, replacements, shapes_of
+from rgp.checks.items import (
+    are_equal,
+    came_out_otherwise,
+    extremes,
+    is_finite,
+    length,
+    magnitude,
+    replacements,
+    shapes_of,
+)
 from rgp.checks.trial import Trial, generators, same_generators, seeded
 from rgp.errors import UnsupportedError
 from rgp.loading import Loading
@@ -45,6 +54,7 @@ POOL = 24  # examples that are looked at for it, at least
 LARGEST_WHOLE = 64  # of the examples of a micro-batch that are rehearsed with at once
 OTHERS = 3  # times that half of them are replaced
 AGAIN = 4  # times as many steps go by before the next rehearsal
+LOADING = 2**20  # in the numbers of seeds: those of the rows that are loaded one by one
 SEEDS = 24  # of copies: a layer that is left out once in twenty passes shows in one of them
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative to an example's whole gradient
 # times as much rounding where a trial has other shapes; on a GPU other kernels may be chosen for them, and TF32
@@ -56,7 +66,7 @@ class CannotTellError(Exception):
 
 
 class Rehearsal:
-    """Asked by the loop: `for trial in rehearsal.trials(): ...`, which raises if examples are not kept apart.
+    """Used by the loop: `for trial in rehearsal.trials(): ...`, which raises if examples are not kept apart.
 
     together: where passes are collective, whether something holds on all ranks.
     """
@@ -131,7 +141,7 @@ class Rehearsal:
             return
 
         for number in range(OTHERS):
-            rest = spare[number * (m - m // 2) :] + spare  # other ones each time, as long as there are any
+            rest = spare[number * (m - m // 2) :] + spare  # new ones each time, as long as there are any
             swapped = [*chosen[: m // 2], *replacements(items, chosen[m // 2 :], rest)]
             others = self._trial(items, swapped)
             yield others
@@ -174,18 +184,22 @@ class Rehearsal:
         size, wanted = len(self._dataset), min(self._loading.microbatch_size or 0, LARGEST_WHOLE)
         with seeded(self._seed(0)):
             indices = np.random.permutation(size)[: max(POOL, wanted)].tolist()
-            try:
-                items = [self._dataset[i] for i in indices]
-            except Exception as error:
-                raise CannotTellError(f"dataset[i] failed in this process ({type(error).__name__}: {error})") from error
+        try:
+            items = self._loaded(indices)
+            if self._first is None:
+                self._check_order(indices[:EXAMPLES], items[:EXAMPLES])
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise CannotTellError(f"dataset[i] failed in this process ({type(error).__name__}: {error})") from error
         if size == 1:
             return []
         found = list(zip(indices, items, strict=True))
-        # a NaN in one place would be everywhere, and hide the rest
+        # one NaN would spread everywhere, and hide the rest
         finite = [pair for pair in found if is_finite(pair[1])]
         found = finite if len(finite) > 1 else found
         if all(are_equal(found[0][1], item) for _, item in found[1:]):
-            raise CannotTellError("the examples that were looked at are all alike")
+            raise CannotTellError("the examples that were looked at are all the same")
         found.sort(key=lambda pair: length(pair[1]))
         if len(found) > EXAMPLES:
             # short ones, and the longest; the largest comes last: a running maximum shows when it is met
@@ -196,8 +210,38 @@ class Rehearsal:
         self._indices = [index for index, _ in found]
         return [item for _, item in found]
 
+    def _loaded(self, indices: list[int]) -> list[Any]:
+        """These rows one after the other, each under random numbers of its own."""
+        items = []
+        for index in indices:
+            with seeded(self._seed(LOADING + index)):
+                items.append(self._dataset[index])
+        return items
+
+    def _check_order(self, indices: list[int], items: list[Any]) -> None:
+        """A row is the same whichever rows were loaded before it. Random numbers are those of `_loaded`."""
+
+        def differ(again: list[Any]) -> bool:  # the first row's predecessor is another each time
+            pairs = zip(items[1:], again[1:], strict=True)
+            return any(came_out_otherwise(a, b) for a, b in pairs if is_finite(a))
+
+        if not differ(self._loaded(indices[::-1])[::-1]):
+            return
+        if not differ(self._loaded(indices)):
+            raise UnsupportedError(
+                "dataset[i] depends on the row that was loaded before it: in another order rows came out differently. Which rows "
+                "come before one depends on who else was drawn, so no clipping bounds one example's influence. Make dataset[i] "
+                f"of row i alone. {self._released} See docs/pitfalls.md."
+            )
+        warnings.warn(
+            "dataset[i] came out differently when it was asked again under the same random numbers. If it draws from a generator "
+            "of its own, steps after a crash cannot be repeated, and are charged again; use Python's, numpy's or torch's, which "
+            "the run seeds. If it depends on what was loaded before, epsilon is too small: which rows those are depends on who "
+            "else was drawn."
+        )
+
     def _trial(self, items: list[Any], which: list[int], number: int = 0) -> Trial:
-        """Of these items, loaded together where the dataset loads several at once: its transform may see the whole batch."""
+        """A batch of these items, loaded together where the dataset loads several at once: its transform may see them all."""
         seed = self._seed(number)
         many = getattr(self._dataset, "__getitems__", None)
         collate = self._loading.collate_fn or default_collate
@@ -227,7 +271,7 @@ class Rehearsal:
         same_shapes = shapes_of(one.batch) == shapes_of(two.batch)
         change, name = moved(one, two, stayed)
         tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) * (1 if same_shapes else _of_other_shapes())
-        # random numbers of another shape are others, for every example
+        # random numbers of another shape differ, for every example
         apart = change <= tolerance or (one.drew and not same_shapes)
         if change > tolerance:
             self._check_reduction(one, two)
@@ -257,7 +301,7 @@ class Rehearsal:
         tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) if tolerance is None else tolerance
         if not another_rank and moved(one, again, list(range(len(chosen))))[0] > tolerance:
             raise UnsupportedError(
-                "the loop gave other gradients for the same examples when it was asked again, under the same random numbers. It "
+                "the loop gave other gradients for the same examples when it ran again, under the same random numbers. It "
                 "keeps something of earlier batches (a queue, running statistics), or draws from a generator of its own: take "
                 f"torch's, which the run seeds. {self._released} (probe=False leaves this check out.) See docs/pitfalls.md."
             )

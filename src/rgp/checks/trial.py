@@ -28,15 +28,15 @@ class Trial:
     seed: int
     drew: bool  # whether making the batch, or the loop, drew random numbers
     compiled: bool = False  # whether compiled modules run compiled, without hooks
-    weights: Tensor | None = None  # tells whether another trial had the same
+    weights: Tensor | None = None  # shows whether another trial had the same
     sketches: Sketches = field(default_factory=dict)
-    inputs: list[Tensor] = field(default_factory=list)  # of the model: (m, 2), norm and a projection of each row
+    inputs: list[Tensor] = field(default_factory=list)  # the model's outputs: (m, 2), norm and a projection of each row
     outputs: list[Tensor] = field(default_factory=list)
     coarse: bool = False  # whether half precision was seen
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """For the time of the loop's pass: this trial's random numbers, and a look at the model's outputs."""
+        """During the loop's pass: use this trial's random numbers, and note the model's outputs."""
         with ExitStack() as stack:
             if not self.compiled:
                 stack.callback(model.register_forward_hook(self._note, with_kwargs=True).remove)
@@ -59,7 +59,7 @@ class Trial:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's generators under one seed, and afterwards as they were."""
+    """Seed Python's, numpy's and torch's generators; afterwards they are as they were."""
     with kept_rng(), forked_rng(seed):
         seed_others(seed)
         yield

@@ -1,11 +1,15 @@
 """Does the loop write into the model? What it leaves in a parameter or a buffer is private data without noise.
 
-A buffer that ends equal whatever the examples are (a counter of steps, a temperature that falls) tells nothing of them. The
-rehearsal finds out: before each of its trials the buffers are as they were, and afterwards their contents are compared.
+A buffer that ends up the same whatever the examples are (a counter of steps, a falling temperature) reveals nothing about them.
+The rehearsal finds out: before each of its trials the buffers are as they were, and afterwards their contents are compared.
+
+What the loop does where `run.step` returns True is not rehearsed. If it changes the model there, one warning says so: a clamp or
+a schedule follows from what was released, class centres do not, and the two look the same from here.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +32,10 @@ class Writes:
         self._bits: Tensor | None = None
         self._kept: list[tuple[Place, Tensor, Tensor]] | None = None  # buffers as they were before a rehearsal
         self._ends: list[Tensor] | None = None  # as its first trial left them
-        self.harmless: set[str] = set()  # buffers that were seen to change, alike for all examples
+        self.harmless: set[str] = set()  # buffers that changed, in the same way for all examples
+        self._clamped: set[str] = set()  # parameters that the loop changed, in the same way for all examples
+        self._left: dict[tuple[str, int], int] = {}  # in this rehearsal: a parameter before a trial -> after it
+        self._settled: list[tuple[Tensor | None, int]] | None = None  # as the optimizer's last step left them
 
     def _find(self) -> list[Place]:
         return [
@@ -41,7 +48,7 @@ class Writes:
 
     def _now(self) -> list[tuple[Tensor | None, int]]:
         tensors = [place.get(leaf) for _, place, leaf in self._places]
-        with torch._C.DisableTorchFunction():  # the capture need not see hundreds of looks at version counters
+        with torch._C.DisableTorchFunction():  # so that the capture does not see hundreds of reads of version counters
             return [(t, -1 if t is None or t.is_inference() else t._version) for t in tensors]
 
     def start(self, *, closely: bool = False) -> None:
@@ -58,10 +65,30 @@ class Writes:
             )
 
     def weights(self) -> Tensor | None:
-        """Tells whether parameters are what they were, if they are looked at closely."""
+        """A digest that shows whether parameters are unchanged, if they are examined closely."""
         if self._bits is None:
             return None
         return self._bits[[isinstance(place.get(leaf), nn.Parameter) for _, place, leaf in self._places]]
+
+    def settle(self) -> None:
+        """After the optimizer's step: until the next batch, nothing should change."""
+        self._settled = self._now()
+
+    def check_between(self) -> None:
+        """When the loop has come back after a step: say once what it has changed, where it was not rehearsed."""
+        if self._settled is None:
+            return
+        settled, self._settled = self._settled, None
+        excused = self.harmless | self._clamped
+        for (name, *_), (old, a), (new, b) in zip(self._places, settled, self._now(), strict=True):
+            if (old is not new or a != b) and name not in excused:
+                excused.add(name)
+                self._clamped.update(place[0] for place in self._places)  # once is enough
+                warnings.warn(
+                    f"{name!r} was changed after run.step(loss) had returned True, which no check looks at: what is computed "
+                    "from private examples would be in the model without noise. What follows from released weights and the "
+                    "number of the step alone (a clamp, a schedule) is fine; if it does, ignore this. See docs/pitfalls.md."
+                )
 
     def check(self) -> None:
         """UnsupportedError if something has changed; in a rehearsal, parameters only: `compare` looks at buffers."""
@@ -82,7 +109,7 @@ class Writes:
 
     @contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """For the time of a rehearsal; it leaves no trace in the buffers."""
+        """Keep a rehearsal from leaving anything in the buffers."""
         self._put_back()  # a loop that was left in the middle of a rehearsal
         with torch.no_grad(), torch._C.DisableTorchFunction():
             kept = self._kept = [
@@ -93,6 +120,7 @@ class Writes:
                 and _has_bits(tensor)
             ]
         self._ends = None
+        self._left.clear()
         try:
             yield
         finally:
@@ -120,10 +148,28 @@ class Writes:
                     _refuse_change(name)
                 if not _same(content, now):
                     self.harmless.add(name)
+        self._compare_parameters()
+
+    def _compare_parameters(self) -> None:
+        """A parameter that began two trials alike must have ended them alike: a clamp does, a mean of features does not."""
+        if self._bits is None:
+            return
+        touched = [old is not new or a != b for (old, a), (new, b) in zip(self._before, self._now(), strict=True)]
+        if not any(touched):
+            return
+        for (name, place, leaf), was, now, changed in zip(
+            self._places, self._bits.tolist(), self._sums().tolist(), touched, strict=True
+        ):
+            if changed and isinstance(place.get(leaf), nn.Parameter):
+                if (end := self._left.get((name, was))) is not None:
+                    if end != now:
+                        _refuse_change(name)
+                    self._clamped.add(name)
+                self._left[name, was] = now
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
-    """Also where there are NaN."""
+    """Whether two tensors are equal, NaN included."""
     return (
         one.shape == two.shape and one.dtype == two.dtype and bool(((one == two) | ((one != one) & (two != two))).all())
     )

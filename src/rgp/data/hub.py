@@ -48,9 +48,10 @@ def load_hub(spec: DataSpec) -> Data:
         parts = [train.select(part) for part in rows]
     else:
         parts = [train, splits[test_name]]
-    members = None
-    if spec.units is not None:
-        members = members_of(parts[0][spec.units], spec, source, column=spec.units)
+    members = [
+        members_of(part[spec.units], spec, source, column=spec.units) if spec.units in part.features else None
+        for part in parts
+    ]
     known = tuple(getattr(train.features[label], "names", None) or ())
     labels, names = index_labels([part[label] for part in parts], [source] * 2, label, known)
     picture = _image_column(train)
@@ -62,7 +63,9 @@ def load_hub(spec: DataSpec) -> Data:
             for read, part, y in zip(reads, parts, labels, strict=True)
         ]
         found = image_data(sets, names, source, test_name is not None, tuple(shape), GENERIC)
-        return found if members is None else replace(found, members=members, description=source)
+        if members[0] is None:
+            return found
+        return replace(found, members=members[0], test_members=members[1], description=source)
     columns = _text_columns(train, spec, source)
     texts = [[list(part[column]) for column in columns] for part in parts]
     for part in texts:

@@ -36,7 +36,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class Documents:
-    """texts, and whose they are (None: each is its own)."""
+    """texts, and the unit of each (None: each is its own)."""
 
     texts: list[str]
     ids: Sequence[Any] | None
@@ -44,7 +44,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Tokens of the examples, and whose they are."""
+    """Tokens of the examples, and the unit of each."""
 
     rows: list[np.ndarray]
     ids: Sequence[Any] | None
@@ -86,10 +86,12 @@ def load_language(spec: DataSpec) -> Data:
     token = pad_token(tokenizer)
     held_out = "published test" if published else "held-out"
     counts = f"{len(sets[0]):,} training and {len(sets[1]):,} {held_out} examples, each {row}"
-    members, noun = None, "document" if spec.units == "document" else "person"
+    members, others, noun = None, None, "document" if spec.units == "document" else "person"
     if parts[0].ids is not None:
         column = None if spec.units == "document" else spec.units
         members = members_of(parts[0].ids, spec, str(path), noun=noun, column=column, row=str(spec.unit))
+        assert parts[1].ids is not None
+        others = members_of(parts[1].ids, spec, str(path), noun=noun, column=column, row=str(spec.unit))
         counts = f"training text of {members.unit.size:,} {noun}s, and {held_out} text"
     return Data(
         train=sets[0],
@@ -108,6 +110,7 @@ def load_language(spec: DataSpec) -> Data:
         },
         row=row,
         members=members,
+        test_members=others,
     )
 
 
@@ -119,7 +122,7 @@ def row_words(spec: DataSpec) -> str:
 
 
 def read_documents(path: Path, spec: DataSpec) -> Documents:
-    """Texts, and whose each is if `units` says so."""
+    """Texts, and the unit of each if `units` names one."""
     if spec.units == "document" and spec.unit != "block":
         raise DataError(
             f"units='document' goes with unit='block'; with unit={spec.unit!r} an example is no part of one."
@@ -156,7 +159,7 @@ def read_documents(path: Path, spec: DataSpec) -> Documents:
 
 
 def _split(documents: Documents, tokenizer: Any, spec: DataSpec, source: str) -> list[Documents]:
-    """Each document on a side of its own; all documents of a person on one side. Those without tokens are nobody's."""
+    """Each document on a side of its own; all documents of a person on one side. Those without tokens are left out."""
     texts, ids = documents.texts, documents.ids
     if spec.unit != "block":
         long = [len(row) > 1 for row in _token_ids(tokenizer, texts, spec)]

@@ -16,6 +16,7 @@ from rgp.data.people import members_of
 from rgp.data.spec import Data, DataError, DataSpec, listing
 from rgp.data.splits import content, hold_out
 from rgp.data.text import check_texts, text_data
+from rgp.members import Members
 
 _TESTS = ("test", "validation", "valid", "dev")
 
@@ -131,19 +132,23 @@ def _load_tables(path: Path, spec: DataSpec, entry: Texts | None) -> Data:
     labels, names = index_labels(values, [str(file) for file in files], label_name, entry.labels if entry else ())
     for columns, file in zip(texts, files, strict=True):
         check_texts(columns, str(file))
-    members = ids = None
+    members: list[Members | None] = [None, None]  # of training and test rows
+    ids = None
     if spec.units is not None:
         ids = tables.column(read[0], spec.units, files[0])
-        members = members_of(ids, spec, str(files[0]), column=spec.units)
+        members[0] = members_of(ids, spec, str(files[0]), column=spec.units)
+        if len(files) > 1 and spec.units in read[1]:
+            members[1] = members_of(read[1][spec.units], spec, str(files[1]), column=spec.units)
     if len(files) == 1:
         classes = [names[label] for label in labels[0]]  # the same, however the file writes them
         keys = zip(*texts[0], classes, strict=True) if ids is None else zip(map(str, ids), strict=True)
         rows = hold_out((content(*key) for key in keys), spec.held_out, spec.seed, str(path))
         if ids is not None:
-            members = members_of([ids[i] for i in rows[0]], spec, str(files[0]), column=spec.units)
+            members = [members_of([ids[i] for i in part], spec, str(files[0]), column=spec.units) for part in rows]
         texts = [[[column[i] for i in part] for column in texts[0]] for part in rows]
         labels = [labels[0][part] for part in rows]
-    return text_data(list(zip(texts, labels, strict=True)), names, str(path), len(files) > 1, spec, list(more), members)
+    parts = list(zip(texts, labels, strict=True))
+    return text_data(parts, names, str(path), len(files) > 1, spec, list(more), tuple(members))
 
 
 def _split_file(folder: Path, names: tuple[str, ...]) -> Path | None:

@@ -1,4 +1,4 @@
-"""Whose each row is: a column of a table -> the units of a run."""
+"""The person each row belongs to: a column of a table -> the units of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def members_of(
 
 
 def refuse_units(spec: DataSpec, source: str) -> None:
-    """For data that have no columns."""
+    """Refuse units for data that have no columns."""
     if spec.units is not None:
         raise DataError(
             f"units={spec.units!r}: {source} has no columns that could say whose a row is; units are for tables (.csv, .tsv, "

@@ -32,7 +32,7 @@ class DataSpec:
     max_length: tokens of a text that are kept
     unit: for language models: what one example is, "document", "line" or "block" (see data/language.py); None for classifiers
     block: tokens of a block
-    units: of a table, the column that says whose a row is: what is protected is then a person with all their rows. For language
+    units: a table's column with the person of each row: what is protected is then a person with all their rows. For language
         models with unit="block" also "document": a document with all its blocks
     rows_per_unit: rows of a person, or blocks of a document, that a step uses at most
     image_size: for image folders and the hub: height and width that images are resized to; by default all must have the same
@@ -96,6 +96,7 @@ class Data:
     label_names: what the classes 0, 1, ... are called
     row: what one row is, where that needs words
     members: which training rows belong to which person, where `units` says so; private
+    test_members: the same of the test rows, where they have that column; for attacks alone
     more_tests: further test sets by name, such as MNLI's "mismatched"
     """
 
@@ -111,6 +112,7 @@ class Data:
     label_names: tuple[str, ...] = field(default=())
     row: str = ""
     members: Members | None = None
+    test_members: Members | None = None
     more_tests: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -25,13 +25,13 @@ def hold_out(keys: Iterable[bytes], share: float, seed: int, source: str) -> tup
         side = "the test" if len(train) else "the training"
         raise DataError(
             f"{source}: {len(aside)} row(s), too few to hold out {share:g} of them for testing: {side} side came out empty. Each "
-            "row falls on a side of its own accord; choose another seed or held_out, or bring a test split."
+            "row's side is decided by itself; choose another seed or held_out, or bring a test split."
         )
     return train, test
 
 
 def hold_out_published(rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices (train, test) of a published data set that nobody can add a row to, such as digits: a permutation of it."""
+    """Indices (train, test) of a published data set whose rows are fixed, such as digits: a permutation of it."""
     tests = max(1, round(rows * share))
     order = np.random.Generator(np.random.PCG64(seed)).permutation(rows)
     return np.sort(order[tests:]), np.sort(order[:tests])

@@ -74,11 +74,12 @@ def text_data(
     published: bool,
     spec: DataSpec,
     more: Sequence[str] = (),
-    members: Members | None = None,
+    members: Sequence[Members | None] = (None, None),
 ) -> Data:
     """`parts`: for train, test and further tests (named in `more`): text columns (one list of texts each) and labels.
 
-    members: whose the training texts are; how many texts there are is then private, and not in the description.
+    members: the units of the training texts, and of the test texts; the number of texts is then private, and not in the
+    description.
     """
     tokenizer = find_tokenizer(spec, source)
     sets = [TokenTexts(*_tokenise(tokenizer, texts, spec.max_length, source), labels) for texts, labels in parts]
@@ -86,8 +87,8 @@ def text_data(
     train, test, *further = sets
     held_out = "published test" if published else "held-out"
     counts = f"{len(train):,} training and {len(test):,} {held_out} texts"
-    if members is not None:
-        counts = f"training texts of {members.unit.size:,} {members.unit.noun}s, and {held_out} texts,"
+    if members[0] is not None:
+        counts = f"training texts of {members[0].unit.size:,} {members[0].unit.noun}s, and {held_out} texts,"
     return Data(
         train=train,
         test=test,
@@ -103,7 +104,8 @@ def text_data(
             "pad_token_id": token,
         },
         label_names=names,
-        members=members,
+        members=members[0],
+        test_members=members[1],
         more_tests=dict(zip(more, further, strict=True)),
     )
 
@@ -118,7 +120,7 @@ def pad_token(tokenizer: Any) -> int:
 
 
 def check_texts(columns: Sequence[Sequence[Any]], source: str) -> None:
-    """Every value is a text."""
+    """Check that every value is a text."""
     for values in columns:
         for number, value in enumerate(values, 1):
             if not isinstance(value, str):

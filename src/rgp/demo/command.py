@@ -27,8 +27,8 @@ def demo(
 ) -> None:
     """See what private training costs: one small network, trained without privacy, with DP-SGD and with RGP.
 
-    Trains for real, on scikit-learn's handwritten digits; attacks all three models with the membership test; writes one
-    report that compares them. A minute or two on two cores.
+    Trains for real, on scikit-learn's handwritten digits; attacks all three models with the membership test; measures one step
+    of a transformer with 19 million parameters in the same three ways; writes one report. Two minutes on two cores.
     """
     from rgp.train.command import exit_codes
 

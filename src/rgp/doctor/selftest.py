@@ -32,7 +32,7 @@ DEVIATIONS = 6.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one part of the self-test: whether it passed, and what was seen."""
+    """The result of one part of the self-test: whether it passed, and what was measured."""
 
     name: str
     ok: bool

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rgp import naming
-from rgp.composition import ACCOUNTANTS
+from rgp.accountants import ACCOUNTANTS, accountant_help
 from rgp.methods import NORMS, SIDES, SOURCES, Method
 
 METHODS = {name: naming.METHODS[name] for name in ("rgp", "rgp-random", "dpsgd", "linear", "bitfit")}
@@ -35,7 +35,7 @@ class PrivacyArguments:
         default=None, metadata={"help": "The noise itself, in multiples of clip, in place of epsilon. 0: no privacy."}
     )
     accountant: str = field(
-        default="pld", metadata={"help": "With epsilon: pld (tight) or rdp.", "choices": list(ACCOUNTANTS)}
+        default="pld", metadata={"help": f"With epsilon: {accountant_help()}.", "choices": list(ACCOUNTANTS)}
     )
     clip: float = field(default=1.0, metadata={"help": "Largest gradient norm of one example."})
     auto_clip: bool = field(
@@ -71,11 +71,11 @@ class PrivacyArguments:
         default=None, metadata={"help": "rgp: which norm is clipped. Default: intrinsic.", "choices": list(NORMS)}
     )
     keep: int | None = field(default=None, metadata={"help": "rgp: steps for which carriers stay. Default: 1."})
-    bands: str = field(  # or the number itself; argument parsers know one type per field
-        default="1",
+    bands: str | None = field(  # or the number itself; argument parsers know one type per field
+        default=None,
         metadata={
             "help": "Steps over which noise is correlated; 1: independent noise; auto: the best number for epsilon. With rgp, "
-            "give keep too."
+            "give keep too. Default: auto where it pays, at learning rates as they are."
         },
     )
     head_scale: float = field(default=1.0, metadata={"help": "Multiplies the head's gradient before clipping."})
@@ -112,9 +112,10 @@ class PrivacyArguments:
         default=None, metadata={"help": "With units: examples of a person that a step uses at most. Default: 8."}
     )
     log_loss: bool = field(
-        default=True,
+        default=False,
         metadata={
-            "help": "Log the training loss. It comes from private data without noise: epsilon does not cover it."
+            "help": "Log the training loss too, also to W&B, MLflow or TensorBoard where report_to names them. It comes from "
+            "private data without noise: epsilon does not cover it."
         },
     )
 
@@ -127,7 +128,7 @@ class PrivacyArguments:
                 f"give either epsilon or noise_multiplier; got epsilon={self.epsilon}, "
                 f"noise_multiplier={self.noise_multiplier}"
             )
-        if str(self.bands) != "auto" and not (str(self.bands).isdecimal() and int(self.bands) >= 1):
+        if self.bands not in (None, "auto") and not (str(self.bands).isdecimal() and int(self.bands) >= 1):
             raise ValueError(f"bands must be a whole number of at least 1, or auto; got {self.bands!r}")
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
@@ -150,16 +151,16 @@ class PrivacyArguments:
         return kind(head_scale=self.head_scale, overrides=self.treatments, **given)
 
     @property
-    def number_of_bands(self) -> int | str:
+    def number_of_bands(self) -> int | str | None:
         """What `privatize` takes as bands."""
-        return "auto" if self.bands == "auto" else int(self.bands)
+        return self.bands if self.bands is None or self.bands == "auto" else int(self.bands)
 
     def record(self) -> dict[str, Any]:
         """What a run is made with, and must be the same when it is resumed."""
         recorded = (f.name for f in fields(self) if f.name not in ("log_loss", "unit"))
         return {name: getattr(self, name) for name in recorded} | {
             "overrides": dict(self.treatments),
-            "bands": str(self.bands),
+            "bands": None if self.bands is None else str(self.bands),
         }
 
     @property
@@ -200,7 +201,7 @@ def refuse(args: Any) -> None:
         (
             "include_num_input_tokens_seen",
             getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False),
-            "how many tokens were seen tells of the private texts",
+            "the number of tokens seen depends on the private texts",
         ),
         (
             "lr_scheduler_type",
@@ -221,7 +222,7 @@ def refuse(args: Any) -> None:
 
 
 def taken_over(args: Any, privacy: PrivacyArguments, batch_size: int, rate: float) -> list[str]:
-    """What is done in place of what ordinary training would do with these arguments, for the log."""
+    """What private training does differently with these arguments, for the log."""
     each = "example" if privacy.units is None else "person"
     said = [
         f"sampling: Poisson, each {each} on its own with probability {rate:.4g}, in place of the Trainer's own sampler",

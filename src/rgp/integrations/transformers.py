@@ -125,7 +125,7 @@ class PrivateTrainer(ExampleLosses):
         self._begin_state(run, resume_from_checkpoint, trial)
         for line in taken_over(args, self.privacy, self._batch_size, run.mechanism.rate(0)):
             logger.warning(f"private training: {line}")
-        if self.privacy.number_of_bands != 1:
+        if self.privacy.number_of_bands not in (None, 1):  # of the default, privatize has told
             logger.warning(f"private training: {run.mechanism.noise_words()}")
         for attribute in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, attribute, getattr(self, attribute))
@@ -313,6 +313,8 @@ class PrivateTrainer(ExampleLosses):
             return
         recorded = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         for name, value in json.loads(json.dumps(self.privacy.record())).items():
+            if name == "bands" and value is None:  # the default goes on with what was chosen, by whichever version
+                continue
             if name in recorded and recorded[name] != value:
                 raise ValueError(
                     f"PrivacyArguments.{name} is {value!r}, and the run in {str(folder.parent)!r} was made with "
@@ -428,7 +430,7 @@ class PrivateTrainer(ExampleLosses):
 
 
 def find_members(dataset: Any, column: str, rows_per_unit: int | None) -> Members:
-    """The units that a column of the dataset tells of; or a key of its items, where it has no columns."""
+    """The units in a column of the dataset; or in a key of its items, where it has no columns."""
     names = getattr(dataset, "column_names", None)
     if names is None and isinstance(dataset[0], dict):
         names = list(dataset[0])

@@ -1,4 +1,4 @@
-"""`rgp plan`: what a private run would cost and how noisy it would be, before anything is paid for.
+"""`rgp plan`: what a private run would cost and how noisy it would be, before anything is run.
 
 models    a model's name -> its shapes on the meta device, and batches of the right form
 lora      the same model with LoRA factors, for DP-LoRA

@@ -1,4 +1,4 @@
-"""What the device decides: the form of attention, dropout and autocast, which meta tensors alone do not tell."""
+"""What the device decides: the form of attention, dropout and autocast, which meta tensors alone do not show."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _dropout_on(device: str) -> dict[str, Any]:
 
 
 def _evenly_owned(self: owners.Owned, example: Tensor, m: int) -> None:
-    """Nobody knows whose picked rows are: as many for each example."""
+    """The owners of picked rows are unknown on meta tensors: assume as many for each example."""
     self.example, self.m, self.place = example, m, torch.empty_like(example)
     self.longest = -(-len(example) // m)
 

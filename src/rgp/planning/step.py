@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rgp import slots
+from rgp.checks.arguments import check_model, check_trainable
 from rgp.clipping import Gradients
 from rgp.ledger import Ledger
 from rgp.loading import Loading
@@ -30,7 +31,7 @@ from rgp.plan import Entry, make_plan
 from rgp.planning.devices import as_on
 from rgp.planning.models import Subject
 from rgp.planning.tally import Tally, bytes_of
-from rgp.privatize import assemble, check_model, check_trainable
+from rgp.privatize import assemble
 from rgp.rules import conv
 from rgp.run import Run
 from rgp.sampling import Poisson

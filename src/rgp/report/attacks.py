@@ -12,7 +12,7 @@ from rgp.report.runs import RecordedRun
 from rgp.rounding import finite
 
 _ABOUT = {
-    "LiRA": "LiRA and RMIA compare a row's loss with that of shadow models, trained with and without it.",
+    "LiRA": "LiRA and RMIA compare the loss of a {noun} with that under shadow models, trained with and without it.",
 }
 
 
@@ -25,10 +25,12 @@ def attacks(runs: Sequence[RecordedRun]) -> Html:
     names = {name for run in attacked for name, _ in _found(run)}
     counts = attacked[0].attack or {}
     members, others = finite(counts.get("members")), finite(counts.get("nonmembers"))
+    nouns = {words.noun(run) for run in attacked}
+    noun = nouns.pop() if len(nouns) == 1 else "unit"
     if names == {""}:
-        title = "A real attack: a row with a low loss is taken for a training row"
+        title = f"A real attack: a {noun} with a low loss is taken for a training {noun}"
     else:
-        title = "Real attacks: which rows are taken for training rows"
+        title = f"Real attacks: which {noun}s are taken for training {noun}s"
     return join(
         tag("h3", title, style="margin-top:22px"),
         table(
@@ -39,8 +41,8 @@ def attacks(runs: Sequence[RecordedRun]) -> Html:
             "50% is a coin. "
             + better_than_a_coin([(row[0], found) for row, found in zip(rows, results, strict=True)])
             + "That an attack fails proves nothing, the promised limit does. "
-            + "".join(f"{about} " for name, about in _ABOUT.items() if name in names)
-            + (f"{words.whole(members)} training rows against {words.whole(others)} others; " if members else "")
+            + "".join(f"{about.format(noun=noun)} " for name, about in _ABOUT.items() if name in names)
+            + (f"{words.whole(members)} training {noun}s against {words.whole(others)} others; " if members else "")
             + "± is two standard errors.",
             class_="note",
             style="margin-top:10px",
@@ -58,9 +60,9 @@ def better_than_a_coin(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
         if rate is not None and error is not None:
             (found if rate > 0.5 + 2 * error else lost).append(name)
     if found and lost:
-        return f"More right guesses than a coin has: {', '.join(found)}. No more than a coin: {', '.join(lost)}. "
+        return f"More right guesses than a coin: {', '.join(found)}. No more than a coin: {', '.join(lost)}. "
     if found:
-        return f"More right guesses than a coin has: {', '.join(found)}. "
+        return f"More right guesses than a coin: {', '.join(found)}. "
     return "No row here has more right guesses than a coin: nothing was found out. " if lost else ""
 
 

@@ -13,6 +13,7 @@ from rgp.report.details import details, method_name
 from rgp.report.html import Html, document, items, join, table, tag
 from rgp.report.promise import promise, promises
 from rgp.report.runs import RecordedRun
+from rgp.report.signing import signing_sheet
 
 _STAMP = "Not covered by the guarantee — do not publish"
 
@@ -48,7 +49,8 @@ def _one(run: RecordedRun) -> Html:
         tag("h1", run.name),
         tag("p", about, class_="soft"),
     )
-    main = tag("main", _tiles(run), _problems([run]), promise(run), _over_steps([run]), _private([run]), details(run))
+    parts = (signing_sheet(run), promise(run), _over_steps([run]), _private([run]), details(run))
+    main = tag("main", _tiles(run), _problems([run]), *parts)
     return join(header, main)
 
 

@@ -125,9 +125,11 @@ def fingerprint(settings: Config) -> str:
     """The same for the same training, wherever it is computed.
 
     A key that a later version adds changes no fingerprint while it has its default. Nor does PINNED in overrides: presets say
-    it since embeddings are trained by default, and it is what they meant before.
+    it since embeddings are trained by default, and it is what they meant before. Nor does independent noise, for which the
+    same is true.
     """
     plain = Config().to_dict()
+    plain["training"]["bands"] = 1
     about = {
         f"{section}.{name}": value
         for section, keys in settings.to_dict().items()

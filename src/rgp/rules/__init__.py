@@ -30,8 +30,8 @@ ANYTIME: dict[Any, Callable[..., Any]] = {}  # applied during capture whether or
 def rule(
     *operations: Any, transposed: bool = False, picked: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a full rule for these operations. transposed: it uses `capture.find`, and so minds transposed parameters.
-    picked: it uses `capture.rows`, and so minds rows that an index picked."""
+    """Register a full rule for these operations. transposed: it uses `capture.find`, and so handles transposed parameters.
+    picked: it uses `capture.rows`, and so handles rows that an index picked."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         for operation in operations:

@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention: one operation from outside, so its projections are done here, each by the rule for products."""
+"""nn.MultiheadAttention: torch calls it as one operation, so its projections are done here, each by the rule for products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _project(capture, x, weight, bias):
 
 
 def _own(capture, x):
-    """Learned queries, keys or values (T, m, E), the same for all examples: each example's own copy."""
+    """Each example's own copy of learned queries, keys or values (T, m, E), which are the same for all."""
     if capture.slot(x) is None:
         return x
     examples_first = capture.run(torch.transpose, x, 0, -2) if x.dim() == 3 else x

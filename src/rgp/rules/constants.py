@@ -2,8 +2,8 @@
 
 A trained layer may be applied to such a thing (a table of positions, a learned query). The result is the same for all
 examples, its rows are no examples, and its gradient belongs to all of them: forms.py. So it must be known which tensors
-are constants. What is not known to be one is taken for a part of the batch; a constant may well be taken for that (a
-tensor kept in a global variable), a part of the batch never for a constant.
+are constants. What is not known to be one is taken for a part of the batch; a constant may be mistaken for that (a
+tensor kept in a global variable), but a part of the batch is never mistaken for a constant.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ sum_t u_t patch_t^T is a correlation, which may be read from x's side: spread u 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -25,7 +26,7 @@ from rgp.slots import DeferredSlot
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _aten = torch.ops.aten
-UNFOLDED = 1 << 19  # entries of an unfolded tensor that are worked on at once
+UNFOLDED = 1 << 20  # entries of an unfolded tensor that are worked on at once
 
 
 class Geometry:
@@ -61,26 +62,24 @@ class Geometry:
         pads = [p for size in reversed(self.padding) for p in (size, size)]
         return unfold(F.pad(x, pads) if any(pads) else x, self.k, self.stride, self.dilation)
 
-    def correlate(self, u: Tensor, x: Tensor) -> Tensor:
-        """sum_t u_t patch_t(x)^T per example: u (m, r, *out), x (m, c, *in) -> (m, r, c, prod(k))."""
+    def correlate(self, u: Tensor, x: Tensor) -> tuple[Tensor, bool]:
+        """sum_t u_t patch_t(x)^T per example: u (m, r, *out), x (m, c, *in) -> (m, r, c prod(k)), False.
+
+        Or (m, r, prod(k) c), True: with the kernel's positions before the channels and in reverse, as they are found where u
+        is unfolded. To put m of them in order takes as long as half of the product.
+        """
         (m, c), r, k = x.shape[:2], u.shape[1], prod(self.k)
         if k == 1 and not any(self.padding):
-            x = x[self._strided]
-            return torch.bmm(u.flatten(2), x.flatten(2).transpose(1, 2)).unsqueeze(-1)
-        if r * prod(self.stride) >= c:
-            return torch.bmm(u.flatten(2), self.patches(x).transpose(1, 2)).view(m, r, c, k)
-        spread = self._spread(u, x.shape[2:])
-        positions = x.flatten(2).transpose(1, 2)
-        # on CPU a few examples at a time, so that what was unfolded is still in the cache when it is multiplied
-        few = max(1, UNFOLDED // (r * k * positions.shape[1]))
-        starts = range(0, m, few) if x.device.type == "cpu" and isinstance(m, int) else (0,)  # in a graph m is a symbol
-        few = few if len(starts) > 1 else m
-        parts = [
-            torch.bmm(unfold(spread[i : i + few], self.k, (1,) * self.n, self.dilation), positions[i : i + few])
-            for i in starts
-        ]
-        found = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return found.view(m, r, k, c).flip(2).transpose(2, 3)
+            return torch.bmm(u.flatten(2), x[self._strided].flatten(2).mT), False
+        if r * prod(self.stride) > c:
+            found = u.new_empty(m, r, c * k)
+            for i in _pieces(m, c * k * prod(u.shape[2:]), x.device):
+                torch.bmm(u[i].flatten(2), self.patches(x[i]).mT, out=found[i])
+            return found, False
+        found, spread, positions = u.new_empty(m, r * k, c), self._spread(u, x.shape[2:]), x.flatten(2).mT
+        for i in _pieces(m, r * k * positions.shape[1], x.device):
+            torch.bmm(unfold(spread[i], self.k, (1,) * self.n, self.dilation), positions[i], out=found[i])
+        return found.view(m, r, k * c), True
 
     def _spread(self, u: Tensor, size) -> Tensor:
         """u with stride - 1 zeros between its positions, padded so that its windows lie over x's positions."""
@@ -94,6 +93,18 @@ class Geometry:
             rest = (size[i] + 2 * self.padding[i] - reach - 1) % self.stride[i]
             pads += [reach - self.padding[i], reach - self.padding[i] + rest]
         return F.pad(u, pads)
+
+
+def _pieces(m: int, entries: int, device: torch.device) -> Iterator[slice]:
+    """Cut m examples into equal pieces, on CPU so small that what is unfolded stays in the cache until it is multiplied."""
+    if not isinstance(m, int):  # a symbol, while a graph is made (compiled.py)
+        return iter((slice(None),))
+    few = m
+    if device.type == "cpu":
+        threads = torch.get_num_threads()  # each works on an example
+        pieces = -(-m * entries // UNFOLDED)
+        few = -(-m // (pieces * threads)) * threads if m else 1
+    return (slice(i, i + few) for i in range(0, m, few))
 
 
 def unfold(x: Tensor, kernel, stride, dilation) -> Tensor:
@@ -192,6 +203,7 @@ def _carried(slot, geometry, x, g) -> None:
     m, r, groups = g.shape[0], slot.entry.rank, geometry.groups
     split = _grouped(g, groups)
     dLt = dR = None
+    taps_first = False
     if slot.needs_left:
         R = slot.R.to(g.dtype).view(r, *slot.entry.shape[1:])
         thin = geometry.forward(x, R if groups == 1 else R.repeat(groups, *[1] * (R.dim() - 1)), None)
@@ -200,9 +212,9 @@ def _carried(slot, geometry, x, g) -> None:
         Lt = slot.Lt.to(g.dtype).view(r, groups, -1).transpose(0, 1)
         u = torch.matmul(Lt, split).reshape(m * groups, r, *g.shape[2:])
         xs = x.reshape(m * groups, x.shape[1] // groups, *x.shape[2:])
-        dR = geometry.correlate(u, xs).flatten(2)
+        dR, taps_first = geometry.correlate(u, xs)
         dR = dR if groups == 1 else dR.view(m, groups, r, -1).sum(1)
-    slot.add_thin(dLt, dR)
+    slot.add_thin(dLt, dR, taps_first=taps_first)
 
 
 def _convolution(capture, n: int, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):

@@ -62,11 +62,16 @@ def check_lead(shape: tuple[int, ...], m: int, features: int, slot: Slot) -> Non
     if m == 1 or (shape and shape[0] == m):
         return
     between = shape[1 : max(1, len(shape) - features)]
-    if not shape or shape[0] % m or not shape[0] or m in between:
+    if not shape:
+        raise UnsupportedError(
+            "use the optimizer's weight_decay in place of a penalty on weights in the loss, which belongs to no example: "
+            f"parameter {slot.entry.name!r} met a single number. (If that is no penalty: put the {m} examples of the "
+            "micro-batch first, or freeze the parameter.)"
+        )
+    if shape[0] % m or not shape[0] or m in between:
         raise UnsupportedError(
             f"parameter {slot.entry.name!r} met something of shape {tuple(shape)}, whose first dimension is not the {m} "
             "examples of the micro-batch. Put the examples first, or freeze the parameter."
-            + ("" if shape else " (A penalty on weights in the loss: use the optimizer's weight_decay in place of it.)")
         )
 
 

@@ -36,6 +36,26 @@ class _Dropout(torch.autograd.Function):
         return torch.mul(g, mask).mul_(ctx.scale), None
 
 
+class _DroppedProduct(torch.autograd.Function):
+    """dropout(weights) @ value; what was dropped is computed again from mask and weights, which softmax keeps anyway."""
+
+    @staticmethod
+    def forward(ctx, weights, value, p):
+        threshold = round(p * LEVELS)
+        ctx.scale = LEVELS / (LEVELS - threshold)
+        mask = _mask(weights, threshold)
+        ctx.save_for_backward(weights, mask, value)
+        return torch.mul(weights, mask).mul_(ctx.scale) @ value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        weights, mask, value = ctx.saved_tensors
+        dvalue = torch.mul(weights, mask).mul_(ctx.scale).to(g.dtype).mT @ g
+        dweights = (g @ value.to(g.dtype).mT).mul_(mask).mul_(ctx.scale)
+        return dweights.to(weights.dtype), dvalue.to(value.dtype), None
+
+
 def _mask(x: Tensor, threshold: int) -> Tensor:
     bits = np.random.SFC64(int(torch.randint(2**63 - 1, ()))).random_raw(-(-x.numel() // 4)).view(np.int16)
     return torch.from_numpy(bits[: x.numel()]).view(x.shape) >= threshold - LEVELS // 2
@@ -72,6 +92,8 @@ def attention(capture, func, args, kwargs):
             scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
         # a row with no key to attend to gives zeros, as in torch, and not NaN
         weights = torch._safe_softmax(scores, -1)
-        return _Dropout.apply(weights, dropout_p) @ value
+        if weights.shape[:-2] != value.shape[:-2]:
+            return _Dropout.apply(weights, dropout_p) @ value
+        return _DroppedProduct.apply(weights, value, dropout_p)
 
     return call(*args, **kwargs)

@@ -52,7 +52,7 @@ def embedding(capture, func, args, kwargs):
         if m > 1 and (ids.dim() == 0 or ids.shape[0] % m):
             raise UnsupportedError(
                 f"embedding {name!r} was looked up with ids of shape {tuple(input.shape)}, which belong to no example of the "
-                f"micro-batch of {m} (a relative position bias, for one). Freeze it: overrides={{{name!r}: 'frozen'}}."
+                f"micro-batch of {m} (a relative position bias, for example). Freeze it: overrides={{{name!r}: 'frozen'}}."
             )
         if padding_idx is not None and padding_idx < 0:
             padding_idx += weight.shape[0]

@@ -34,7 +34,7 @@ def by_example(x: Tensor, m: int | Owned, features: int, slot: Slot) -> Tensor:
     if lead and lead[0] % m == 0 and lead[0] > 0:
         return x.reshape(m, -1, *tail)
     raise UnsupportedError(
-        f"parameter {slot.entry.name!r} met an input of shape {tuple(x.shape)}, whose rows cannot be told apart into the "
+        f"parameter {slot.entry.name!r} met an input of shape {tuple(x.shape)}, whose rows cannot be assigned to the "
         f"{m} examples of the micro-batch. Put the examples first, or freeze the parameter."
     )
 

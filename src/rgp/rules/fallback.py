@@ -1,7 +1,7 @@
 """Operations without a rule: the operation again on each example's rows alone, and its backward pass by autograd.
 
-Slower than a rule and as exact. It rests on one thing, that the rows of the result which belong to an example are what the
-operation makes of that example's rows; so the rows are computed again, one example at a time, and compared. Where they
+Slower than a rule and as exact. It relies on one assumption: the rows of the result that belong to an example are what the
+operation computes from that example's rows; so the rows are computed again, one example at a time, and compared. Where they
 are not the same (the examples are not first, rows are sorted by something else, the operation draws random numbers or
 mixes the examples) it refuses.
 """
@@ -54,7 +54,7 @@ def with_copies(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str
         for i in range(m):
             try:
                 alone = call([x[i : i + 1] if isinstance(x, Tensor) and x.shape[:1] == (m,) else x for x in plain])
-            except (RuntimeError, IndexError):  # operands that do not fit together any more
+            except (RuntimeError, IndexError):  # operands that no longer fit together
                 return NotImplemented
             if alone.shape != whole[i : i + 1].shape or not torch.allclose(alone, whole[i : i + 1], limit, limit):
                 return NotImplemented
@@ -111,7 +111,7 @@ def loop(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             for i in range(m):
                 try:
                     alone = call(*inputs_of(i, sliced))
-                except (RuntimeError, IndexError):  # operands that do not fit together any more
+                except (RuntimeError, IndexError):  # operands that no longer fit together
                     return False
                 rows = whole[i * k : (i + 1) * k]
                 if alone.shape != rows.shape or not torch.allclose(alone, rows, limit, limit, equal_nan=True):

@@ -3,7 +3,7 @@
 `weight.float()`, `pos[:, :T]`, `-exp(A_log)`, `F.normalize(W)`, weight norm and other parametrizations, a table of
 positions that goes through trained layers. Let F = f(W) be such a form. Where it meets the batch, the operation's rule
 gives each example's gradient of F, as if F were a parameter; f involves no example, so W's is the vector-Jacobian product
-of f with it, exact, and one product for all examples together. Every operation is welcome in f.
+of f with it, exact, and one product for all examples together. f may use any operation.
 
 What is handed on to the model is a leaf of autograd's graph: gradients reach parameters through rules only.
 
@@ -60,7 +60,8 @@ class FormSlot(Slot):
         if (part := self._part()) is not None:
             parent, slot = self._parents[0]
             whole = gradients.new_zeros(gradients.shape[0], *parent.shape)
-            whole[(slice(None), *part)] = gradients
+            where = (slice(None), *part)
+            whole[where] = gradients
             slot.add_dense(whole)
             return
         tensors = [tensor for tensor, _ in self._parents]
@@ -184,8 +185,8 @@ def is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """func(*args, **kwargs), all of whose tensors are trained parameters, forms and constants."""
-    # a form that is changed in place: the model goes on with the result, as nn.ReLU(inplace=True) does, and not with the form
-    follows = getattr(func, "__name__", "") != "__setitem__"  # which has no result that the model could go on with
+    # a form that is changed in place: the model continues with the result, as after nn.ReLU(inplace=True), not with the form
+    follows = getattr(func, "__name__", "") != "__setitem__"  # which has no result for the model to continue with
     changed = (
         args[0] if follows and is_in_place(func, args, kwargs) and isinstance(capture.slot(args[0]), FormSlot) else None
     )
@@ -228,7 +229,7 @@ def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class TurnedSlot(Slot):
-    """Takes gradients of a parameter's transpose to the parameter's own slot."""
+    """Passes gradients of a parameter's transpose on to the parameter's own slot."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__(slot.entry)

@@ -2,8 +2,8 @@
 
 Elsewhere the examples come first in an activation, in their order. Rows picked by an index are in no such order and of any
 number, so their owners are looked up when they are picked, and travel along through operations that keep rows in their
-places; added back into the batch (index_add_, index_put_) they are ordinary again. After any other operation nothing is
-known of them, and a rule that meets them refuses.
+places; added back into the batch (index_add_, index_put_) they are ordinary again. After any other operation their
+owners are unknown, and a rule that meets them refuses.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Owners:
         return False
 
     def _put_back(self, func: Any, args: tuple[Any, ...], m: int) -> None:
-        """Rows are written into `target`: into their own examples' rows, or nothing is known of it any more."""
+        """Rows are written into `target`: into their own examples' rows, or its owners are no longer known."""
         target, *rest = args
         if not any(self.is_picked(t) for t in tensors_in(args)):
             return

@@ -7,7 +7,7 @@ runner.py    the run: train, evaluate, save, resume
 meters.py    what it watches meanwhile: time, losses, signals
 weights.py   the trained weights, into model/ and back
 evaluation.py a trained run, measured
-folder.py    what lies in a run's folder, and which of it may be published
+folder.py    what a run's folder holds, and what of it may be published
 card.py      the privacy card in model/ (rgp.cards), amended by audits and attacks; summary.py: summary.json
 progress.py  what is shown meanwhile
 plain.py     what the same steps cost without this library

@@ -26,7 +26,7 @@ def card_of(config: Config, parts: Parts, run: Run, summary: dict[str, Any]) -> 
         preprocessing={**(getattr(parts.data, "public_constants", None) or {}), **_public_inputs(config)},
     )
     if summary["accuracy_is_publishable"]:
-        for name in summary:  # on a published test split, which nobody asked to protect
+        for name in summary:  # on a published test split, which needs no protection
             if name == "perplexity" or (name.startswith("accuracy") and name != "accuracy_is_publishable"):
                 card[name] = summary[name]
     return card
@@ -61,7 +61,7 @@ def record_audit(folder: RunFolder, result: dict[str, Any]) -> None:
 
 
 def record_attack(folder: RunFolder) -> None:
-    """Say on the card that an attack was run, and nothing of what came out."""
+    """Note on the card that an attack was run, and nothing about its results."""
     _amend(folder, "attack_run", True)
 
 

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from rgp.accountants import ACCOUNTANTS, with_max_batch
 from rgp.models.public_text import TEXTS as PUBLIC_TEXTS
 from rgp.naming import METHODS, UNPROTECTED
 from rgp.train.sections import (
@@ -95,10 +96,10 @@ def cross_check(config: Config, mistakes: Mistakes) -> None:
     if method.name == "rgp-random" and method.source not in (None, "random"):
         words = f"method.source = {method.source}: the carriers of rgp-random are random; use method.name = rgp"
         mistakes.add(words, "method.source")
-    if training.max_batch is not None and budget.accountant == "rdp":
-        words = f"training.max_batch = {training.max_batch}: needs budget.accountant = pld"
+    if training.max_batch is not None and not ACCOUNTANTS[budget.accountant].max_batch:
+        words = f"training.max_batch = {training.max_batch}: needs budget.accountant = {with_max_batch()}"
         mistakes.add(words, "training.max_batch", "budget.accountant")
-    if training.bands != 1:
+    if training.bands not in (None, 1):
         _check_bands(config, mistakes)
     if config.run.device != "auto" and not _is_device(config.run.device):
         words = f"run.device = {config.run.device}: must be auto, cpu, cuda or cuda with a number, such as cuda:1"
@@ -217,7 +218,7 @@ def _check_names(data: DataConfig, model: ModelConfig, mistakes: Mistakes) -> No
         holds, wanted = ("texts", "a Hugging Face model") if images else ("images", f"one of {', '.join(IMAGE_MODELS)}")
         mistakes.add(f"model.name = {model.name}: {data.name} holds {holds}; the model must be {wanted}", "model.name")
     if data.units is not None and data.name in IMAGES:
-        words = f"data.units = {data.units}: {data.name} does not say whose an image is; units need a table, so this must be null"
+        words = f"data.units = {data.units}: {data.name} has no persons; units need a table, so this must be null"
         mistakes.add(words, "data.units")
     if model.width is not None and model.name not in ("small-cnn", "tiny-cnn", "mlp"):
         words = f"model.width = {model.width}: is for small-cnn, tiny-cnn and mlp; {model.name} has its own, so this must be null"

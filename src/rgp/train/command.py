@@ -1,7 +1,7 @@
 """The commands `rgp train` and `rgp eval`.
 
-Exit codes: 0 done, 1 failed, 2 wrong use or config, 3 disk full or not writable, 130 interrupted (143 by SIGTERM), 141 nobody
-reads the output any more.
+Exit codes: 0 done, 1 failed, 2 wrong use or config, 3 disk full or not writable, 130 interrupted (143 by SIGTERM), 141 the
+reader of the output has gone.
 Results go to stdout, everything else to stderr; with --json, stdout holds one JSON object.
 """
 
@@ -41,6 +41,14 @@ def complete_set(incomplete: str) -> list[str]:
     return [f"{key}=" for key in KEYS if key.startswith(incomplete)]
 
 
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.", autocompletion=complete_set
+    ),
+]
+
+
 def train(
     config: Annotated[Path | None, typer.Argument(help="A YAML file; see --print-config for what it may hold.")] = None,
     preset: Annotated[
@@ -49,12 +57,7 @@ def train(
             help="Start from settings that come with rgp; --presets lists them.", autocompletion=complete_preset
         ),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.", autocompletion=complete_set
-        ),
-    ] = None,
+    changes: Changes = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -294,7 +297,7 @@ def _words(error: BaseException) -> str:
 
 
 def _stop(message: str, code: int, error: BaseException) -> None:
-    """Report and exit. What all ranks of one machine find, its first rank reports; what one rank alone knows, it reports."""
+    """Report and exit. What all ranks of a machine find is reported by its first rank; what only one rank knows, by that one."""
     shared = isinstance(error, (ValueError, FileNotFoundError, KeyboardInterrupt)) or code > 128
     if not getattr(error, "told", False) and not (shared and os.environ.get("LOCAL_RANK", "0") != "0"):
         rank = os.environ.get("RANK", "0")

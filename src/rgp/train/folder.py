@@ -1,9 +1,9 @@
-"""A run's folder: what lies in it, and which of it may be published.
+"""A run's folder: what it holds, and what of it may be published.
 
 config.yaml      the settings
 ledger.jsonl     every noisy release (rgp.ledger)
 summary.json     the numbers of the run
-metrics.jsonl    per step: epsilon, accuracy on a published test split; and times, which tell of batch sizes (SECURITY.md)
+metrics.jsonl    per step: epsilon, accuracy on a published test split; and times, which hint at batch sizes (SECURITY.md)
 private.jsonl    per step, what may NOT: training loss, accuracy on held-out private rows; more with --diagnostics
 plan.json        what was trained, and how
 model/           what may be published as a whole: weights and privacy card

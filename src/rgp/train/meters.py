@@ -1,4 +1,4 @@
-"""What is watched while a run trains: time, losses and norms, and whether somebody wants it to stop."""
+"""What is watched while a run trains: time, losses and norms, and whether it was asked to stop."""
 
 from __future__ import annotations
 

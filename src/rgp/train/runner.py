@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 
 import rgp
 from rgp import checkpoint
+from rgp.agreement import first_then_others
 from rgp.bench.measure import MemoryMeter
 from rgp.cards import EpsilonSoFar
 from rgp.cards.content import unit_of
-from rgp.distributed import Ranks, first_then_others
+from rgp.distributed import Ranks
 from rgp.ledger import Ledger
 from rgp.run import Run
 from rgp.train import config, setup
@@ -32,6 +34,7 @@ from rgp.train.progress import Board, Progress
 from rgp.train.setup import Parts
 from rgp.train.summary import plan_rows, summarize
 from rgp.train.weights import publish
+from rgp.workload import rate_words
 
 
 def train(
@@ -123,34 +126,36 @@ class Session:
             budget = rgp.Budget(settings.budget.epsilon, settings.budget.delta, accountant=settings.budget.accountant)
         noise = (settings.budget.noise_multiplier if settings.private else 0.0) if budget is None else None
         parts.model.train()
-        run = rgp.privatize(
-            parts.model,
-            parts.optimizer,
-            parts.data.train,
-            batch_size=settings.training.batch_size,
-            method=parts.method,
-            budget=budget,
-            noise_multiplier=noise,
-            delta=None if budget is not None else settings.budget.delta,
-            steps=parts.steps,
-            clip=setup.make_clip(settings.training),
-            views=settings.training.views,
-            augment=setup.make_augment(settings.training),
-            ema=settings.training.ema,
-            microbatch_size=self.batch,
-            max_batch=settings.training.max_batch,
-            bands=settings.training.bands,
-            collate_fn=parts.data.collate_fn,
-            scheduler=parts.scheduler,
-            seed=settings.run.seed,
-            secure_noise=settings.run.secure_noise,
-            folder=folder.path,
-            workers=settings.run.workers,
-            pin_memory=parts.device.type == "cuda",
-            lengths=getattr(parts.data.train, "lengths", None),
-            units=parts.data.members,
-            public_loss=parts.public_loss,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="noise correlated over")  # said below, with everything else
+            run = rgp.privatize(
+                parts.model,
+                parts.optimizer,
+                parts.data.train,
+                batch_size=settings.training.batch_size,
+                method=parts.method,
+                budget=budget,
+                noise_multiplier=noise,
+                delta=None if budget is not None else settings.budget.delta,
+                steps=parts.steps,
+                clip=setup.make_clip(settings.training),
+                views=settings.training.views,
+                augment=setup.make_augment(settings.training),
+                ema=settings.training.ema,
+                microbatch_size=self.batch,
+                max_batch=settings.training.max_batch,
+                bands=settings.training.bands,
+                collate_fn=parts.data.collate_fn,
+                scheduler=parts.scheduler,
+                seed=settings.run.seed,
+                secure_noise=settings.run.secure_noise,
+                folder=folder.path,
+                workers=settings.run.workers,
+                pin_memory=parts.device.type == "cuda",
+                lengths=getattr(parts.data.train, "lengths", None),
+                units=parts.data.members,
+                public_loss=parts.public_loss,
+            )
         folder.write_text(folder.config, settings.to_yaml())
         folder.write_json(folder.plan, plan_rows(run))
         self.progress.say(self._first_words(run))
@@ -187,6 +192,7 @@ class Session:
     def _first_words(self, run: Run) -> str:
         plan, settings = run.plan, run.mechanism
         trained = sum(e.size for e in plan.trained)
+        say_noise = settings.bands > 1 or self.config.training.bands == "auto"
         words = f"{self.parts.data.description}\n{self.config.model.name}: {trained:,} trained parameters"
         if not self.config.private:
             return f"{words}\nNOT PRIVATE: no noise"
@@ -194,14 +200,14 @@ class Session:
             f"{words}, noise in {plan.noise_dimensions:,} dimensions\n"
             f"{self.config.method.name}: sampling rate {settings.rate(0):.4g}, noise multiplier "
             f"{run.noise_multiplier:g}, clip {settings.clip.first:g}, delta {settings.delta:g}\n"
-            + (f"{settings.noise_words()}\n" if self.config.training.bands != 1 else "")
+            + (f"{settings.noise_words()}{rate_words(settings, self.parts.optimizer)}\n" if say_noise else "")
             + f"privacy unit: {unit_of(run, self.parts.data.row)}"
         )
 
     # ------------------------------------------------------------------ the loop
 
     def train(self, run: Run, board: Board | None = None) -> None:
-        """Take all steps that are left. Raises Interrupted, once the run is saved, if somebody asked to stop."""
+        """Take all steps that are left. Raises Interrupted, once the run is saved, if it was asked to stop."""
         parts, progress, model = self.parts, self.progress, self.parts.model
         curve = EpsilonSoFar(run) if self.config.private and run.ranks.first else None
         meter = MemoryMeter("cuda" if parts.device.type == "cuda" else "cpu")

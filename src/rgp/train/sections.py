@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rgp.composition import ACCOUNTANTS
+from rgp.accountants import ACCOUNTANTS, accountant_help
 from rgp.naming import METHODS, UNPROTECTED
 from rgp.train.allowed import (
     Allowed,
@@ -71,7 +71,7 @@ class DataConfig:
     units: str | None = key(
         None,
         string(),
-        "column that says whose a row is: persons are protected, not rows; with unit block also document",
+        "column with the person a row belongs to: persons are protected, not rows; with unit block also document",
     )
     rows_per_unit: int = key(ROWS_PER_UNIT, whole(1), "with units: rows of a person that a step uses at most")
     image_size: int | None = key(None, whole(1), "height and width that the images of a folder are resized to")
@@ -127,10 +127,12 @@ class MethodConfig:
     state: str | None = key(
         None,
         choice("full", "thin"),
-        "the optimizer's, of carried weights: full-size, or in released coordinates (full)",
+        "the optimizer's state of carried weights: full-size, or in released coordinates (full)",
     )
     rounding: str | None = key(
-        None, choice("nearest", "stochastic", "compensated"), "state thin: of updates to weights of 16 bits (nearest)"
+        None,
+        choice("nearest", "stochastic", "compensated"),
+        "with state thin: how updates to 16-bit weights are rounded (nearest)",
     )
     norm: str | None = key(None, choice("intrinsic", "paper"), "which norm is clipped (intrinsic)")
     head_scale: float = key(1.0, number(0, above=True), "multiplies the head's gradient before clipping")
@@ -146,7 +148,7 @@ class BudgetConfig:
         "probability that epsilon fails (1/(10 N), at most 1e-5)",
     )
     noise_multiplier: float | None = key(None, number(0), "the noise itself, in place of epsilon; 0: no privacy")
-    accountant: str = key("pld", choice(*ACCOUNTANTS), "pld is tight; rdp is what older papers used")
+    accountant: str = key("pld", choice(*ACCOUNTANTS), accountant_help())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +166,9 @@ class TrainingConfig:
     ema: float | None = key(None, number(0, high=1, below=True), "decay of a running mean of the weights, e.g. 0.999")
     microbatch_size: int | None = key(None, whole(1), "examples that go through the model at once (32)")
     max_batch: int | None = key(None, whole(1), "cap on the examples of a step, with the accounting for it")
-    bands: Any = key(1, bands(), "steps over which noise is correlated; auto: the best number for the budget")
+    bands: Any = key(
+        None, bands(), "steps over which noise is correlated; auto: the best number; null: auto where it pays"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

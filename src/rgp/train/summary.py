@@ -12,7 +12,6 @@ from rgp.rounding import finite
 from rgp.run import Run
 from rgp.train.config import Config
 from rgp.train.setup import Parts
-from rgp.units import Rows
 
 
 def summarize(
@@ -54,8 +53,7 @@ def summarize(
         "finished": run.finished,
         "planned_steps": mechanism.steps,
         **counts(run),
-        # a person more brings all their rows: of persons, no number of rows is public
-        "held_out_rows": len(parts.data.test) if isinstance(mechanism.unit, Rows) else None,
+        "held_out_rows": None if mechanism.unit.rows is None else len(parts.data.test),  # public where rows are units
         "unit": unit_of(run, parts.data.row),
         "secure_noise": config.run.secure_noise,
         "releases": run.ledger.count,

@@ -3,22 +3,20 @@
 A trial is a tuple of `rgp.accounting.Event`s: its training steps and, if its score is private, the score's. Where settings
 differ in batch size or length there are several kinds of trials, one for each setting, each drawn with the same probability.
 
-Two accountants: "pld", by the privacy profile of a trial (rgp.tuning.profiles), and "rdp", dp-accounting's repeat-and-select by
-Rényi divergences (Papernot and Steinke). Both are upper bounds, pld the smaller one: ten trials of digits-rgp, geometric, cost
-epsilon 6.8 by pld and 9.0 by rdp where one costs 4.7.
+An accountant with a privacy profile, such as pld, is asked for that of a trial (rgp.tuning.profiles); one without, such as rdp,
+for the best of K runs by dp-accounting's repeat-and-select (Papernot and Steinke). Both are upper bounds, pld the smaller one:
+ten trials of digits-rgp, geometric, cost epsilon 6.8 by pld and 9.0 by rdp where one costs 4.7.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
+from rgp.accountants import PLD, RDP, find_accountant
 from rgp.accounting import RESOLUTION, Event
-from rgp.composition import check_accountant, composed_pld, fft_rounding, merge
+from rgp.composition import merge
 from rgp.tuning.law import Law
 from rgp.tuning.profiles import Profile, SearchProfile
 from rgp.validate import check_positive, check_probability
@@ -36,70 +34,43 @@ def epsilon(trials: Sequence[Trial], law: Law, *, delta: float, accountant: str 
 
     Formal guarantees (tests/tuning/test_tuning_accounting.py):
     - an upper bound, for the best of K trials with all that the training and the score of each released
-    - nothing is promised for what is known of the other trials, their number included
+    - nothing is promised if anything else is known about the other trials, their number included
     - a trial without noise makes it infinite
     """
     check_probability("delta", delta)
-    check_accountant(accountant)
+    chosen = find_accountant(accountant)
     if any(event.noise_multiplier == 0 for trial in trials for event in trial):
         return math.inf
-    if accountant == "pld":
-        return search_profile(trials, law, delta=delta).epsilon(delta)
-    return _renyi(trials, law, delta)
-
-
-def search_profile(trials: Sequence[Trial], law: Law, *, delta: float) -> SearchProfile:
-    """delta: for which the grid of the privacy losses is made fine enough."""
-    return SearchProfile.of(law, trial_profile(trials, delta=delta))
-
-
-def trial_profile(trials: Sequence[Trial], *, delta: float) -> Profile:
-    """The profile of a trial whose kind is drawn first and released with it: the mean of the kinds' profiles."""
-    counts = Counter(map(merge, trials))
-    kinds = [(composed_pld(merged, delta), fft_rounding(merged), n / counts.total()) for merged, n in counts.items()]
-
-    def profile(eps: float) -> float:
-        return sum(share * min(1.0, max(0.0, float(pld.get_delta(eps))) + slack) for pld, slack, share in kinds)
-
-    return profile
-
-
-def _renyi(trials: Sequence[Trial], law: Law, delta: float) -> float:
-    from dp_accounting import NeighboringRelation, dp_event
-    from dp_accounting.rdp import RdpAccountant
-
+    profile = search_profile(trials, law, delta=delta, accountant=accountant)
+    if profile is not None:
+        return profile.epsilon(delta)
+    if chosen.best_of is None:
+        raise ValueError(f'accountant="{accountant}" has no bound for the best of several trials. Use "{PLD.name}".')
     kinds = {merge(trial) for trial in trials}
     if len(kinds) > 1:
         raise ValueError(
-            'accountant="rdp": the settings of the search differ in batch size or number of steps, for which dp-accounting has '
-            'no event. Use accountant="pld", or take these keys out of the space.'
+            f'accountant="{accountant}": the settings of the search differ in batch size or number of steps, for which '
+            f'dp-accounting has no event. Use accountant="{PLD.name}", or take these keys out of the space.'
         )
-    events: list[Any] = []
-    for e in kinds.pop():
-        if e.max_batch is not None:
-            raise ValueError(
-                f'max_batch={e.max_batch}: Rényi accounting has no bound for it. Use accountant="pld", or none.'
-            )
-        release: Any = dp_event.GaussianDpEvent(e.noise_multiplier)
-        if e.sampling_rate < 1:
-            release = dp_event.PoissonSampledDpEvent(e.sampling_rate, release)
-        events.append(dp_event.SelfComposedDpEvent(release, int(e.count)))
-    accountant = RdpAccountant(None, NeighboringRelation.ADD_OR_REMOVE_ONE)
-    with _quiet_absl():
-        accountant.compose(dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(events), law.mean, law.shape))
-    return float(accountant.get_epsilon(delta))
+    (kind,) = kinds
+    chosen.check(kind)
+    return chosen.best_of(kind, law.mean, law.shape, delta)
 
 
-@contextmanager
-def _quiet_absl() -> Iterator[None]:
-    """dp-accounting warns of every Rényi order that it leaves out. What the others give is still an upper bound."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def search_profile(trials: Sequence[Trial], law: Law, *, delta: float, accountant: str = "pld") -> SearchProfile | None:
+    """The profile of the search, on a grid fine enough for `delta`; None if the accountant has no profiles."""
+    profile = trial_profile(trials, delta=delta, accountant=accountant)
+    return None if profile is None else SearchProfile.of(law, profile)
+
+
+def trial_profile(trials: Sequence[Trial], *, delta: float, accountant: str = "pld") -> Profile | None:
+    """The profile of a trial whose kind is drawn first and released with it: the mean of the kinds' profiles."""
+    make_profile = find_accountant(accountant).profile
+    if make_profile is None:
+        return None
+    counts = Counter(map(merge, trials))
+    kinds = [(make_profile(merged, delta), n / counts.total()) for merged, n in counts.items()]
+    return lambda eps: sum(share * profile(eps) for profile, share in kinds)
 
 
 def calibrate(
@@ -117,12 +88,13 @@ def calibrate(
         return _cost(list(trials_at(k / RESOLUTION)), law, delta, accountant)
 
     def rough(k: int) -> float:
-        """Milliseconds; of the costliest kind."""
+        """The cost of the costliest kind, in milliseconds of work."""
         kinds = {merge(trial) for trial in trials_at(k / RESOLUTION)}
-        return max(_cost([kind], law, delta, "rdp") for kind in kinds)
+        return max(_cost([kind], law, delta, RDP.name) for kind in kinds)
 
     guess = RESOLUTION
-    if accountant == "pld" and not any(e.max_batch for trial in trials_at(1.0) for e in trial):
+    slow = find_accountant(accountant).profile is not None
+    if slow and not any(e.max_batch for trial in trials_at(1.0) for e in trial):
         guess = min(round(0.8 * _least(rough, epsilon, guess)), MOST_NOISE * RESOLUTION)
     least = _least(cost, epsilon, guess)
     if least > MOST_NOISE * RESOLUTION:

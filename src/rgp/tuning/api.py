@@ -1,4 +1,4 @@
-"""`rgp.tune`: a search that is paid for, around a training loop of one's own."""
+"""`rgp.tune`: a search that the budget covers, around your own training loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Trial:
     steps: int
     delta: float
     dataset_size: int
-    seed: int | None = None  # of this trial alone; None unless the search was given one
+    seed: int | None = None  # for this trial alone; None unless the search was given one
     _runs: list[Run] = field(default_factory=list, repr=False)
 
     def privatize(self, model: Any, optimizer: Any, dataset: Any, **options: Any) -> Run:
@@ -64,7 +64,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best trial, which is all that a search gives away.
+    """The best trial, which is all that a search releases.
 
     epsilon, delta: of the whole search, scores included
     result: what `train` returned
@@ -129,7 +129,7 @@ def tune(
     their number.
 
     Formal guarantees (tests/tuning/test_tuning_api.py):
-    - the returned `Best` is (epsilon, delta)-differentially private for one row, training rows and scored ones alike
+    - the returned `Best` is (epsilon, delta)-differentially private for one row, training rows and scored ones
     - a trial whose rgp run released anything but what was planned raises, and nothing is returned
     - trials that lost are not kept
     """

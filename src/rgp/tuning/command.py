@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rgp.train.command import complete_preset, complete_set, exit_codes
+from rgp.train.command import Changes, complete_preset, exit_codes
 
 
 def register(app: typer.Typer) -> None:
@@ -22,12 +22,7 @@ def tune(
     preset: Annotated[
         str | None, typer.Option(help="Start from settings that come with rgp.", autocompletion=complete_preset)
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.", autocompletion=complete_set
-        ),
-    ] = None,
+    changes: Changes = None,
     space: Annotated[
         Path | None, typer.Option(help="A YAML file that maps keys of the config to lists of values to try.")
     ] = None,
@@ -40,7 +35,7 @@ def tune(
     law: Annotated[
         str | None,
         typer.Option(
-            help="Of the number of trials: geometric (the default), logarithmic, poisson or negative-binomial:SHAPE."
+            help="Law of the number of trials: geometric (the default), logarithmic, poisson or negative-binomial:SHAPE."
         ),
     ] = None,
     score: Annotated[
@@ -65,7 +60,7 @@ def tune(
             help="Folder to make for what is released. Default: runs/tune- and the name of the preset or file."
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted search in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted search in --out.")] = False,
     keep_trials: Annotated[
         bool, typer.Option("--keep-trials", help="Do not remove the trials: they are secrets, and nothing covers them.")
     ] = False,
@@ -74,10 +69,10 @@ def tune(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else on stdout.")] = False,
 ) -> None:
-    """Find good settings at a price that is paid: the printed epsilon covers the search and its scores.
+    """Find good settings privately: the printed epsilon covers the search and its scores.
 
     A random number of private runs is trained, each with settings drawn from SPACE and noise of its own. The best one alone is
-    released, with its card; the others are removed, and nothing that is published tells of them.
+    released, with its card; the others are removed, and nothing that is published reveals anything about them.
 
     \b
     Examples:
@@ -102,7 +97,7 @@ def tune(
         }
         if resume:
             if out is None:
-                raise ValueError("--resume needs --out, the folder of the search to go on with")
+                raise ValueError("--resume needs --out, the folder of the search to resume")
             if named := [name for name, value in given.items() if value is not None]:
                 raise ValueError(f"--resume continues a search as it was begun; leave out {', '.join(named)}")
         elif space is None:

@@ -1,11 +1,11 @@
-"""The law of the number of trials: fixed before anything is trained, because a number that anybody can know would leak.
+"""The law of the number of trials: fixed before anything is trained, because a number that anyone knows would leak.
 
     >>> law = Law.named("geometric", 10)
     >>> law.words
     'geometric with mean 10'
 
 A fixed number of trials has no such guarantee: Papernot and Steinke (arXiv 2110.03620) show that its cost grows with the
-number, where a random one costs little more than a single trial. `weight` is all that accounting needs to know of a law.
+number, where a random one costs little more than a single trial. `weight` is all that accounting needs of a law.
 """
 
 from __future__ import annotations

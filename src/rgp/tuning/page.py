@@ -1,4 +1,4 @@
-"""The page about a search: all of it may be published, because it knows nothing of the trials that were not the best."""
+"""The page about a search: all of it may be published, because it contains nothing about the trials that were not the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 
 def search_page(plan: Plan, best: dict[str, Any] | None, card: dict[str, Any] | None, name: str) -> Html:
-    title = f"{name}: a search that is paid for"
+    title = f"{name}: a private search"
     head = tag(
         "head",
         Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
@@ -28,7 +28,7 @@ def search_page(plan: Plan, best: dict[str, Any] | None, card: dict[str, Any] | 
     main = tag("main", _tiles(plan, best), _promise(plan, card), _best(best), _search(plan), _not_covered(card))
     footer = tag(
         "footer",
-        f"Written by rgp {__version__}. This page may be published: it says nothing of the trials that were not the best, not "
+        f"Written by rgp {__version__}. This page may be published: it says nothing about the trials that were not the best, not "
         "even how many there were. It needs no network and loads nothing.",
     )
     return join(Html("<!doctype html>\n"), tag("html", head, tag("body", header, main, footer), lang="en"), Html("\n"))

@@ -75,8 +75,8 @@ def search_card(card: dict[str, Any], plan: Plan) -> dict[str, Any]:
         },
     }
     made.pop("attack_bound", None)
-    if plan.accountant == "pld":
-        profile = search.search_profile(plan.trials(), plan.law, delta=plan.delta)
+    profile = search.search_profile(plan.trials(), plan.law, delta=plan.delta, accountant=plan.accountant)
+    if profile is not None:
         made["attack_bound"] = {"false_positive_rate": 0.01, "true_positive_rate": profile.true_positive_rate(0.01)}
     return made
 

@@ -76,8 +76,8 @@ def plan_search(
     tried = [load(changes(settings)) for settings in combinations(space)]
     if not all(config.private for config in [base, *tried]):
         raise ConfigError([f"method.name = {base.method.name}: a search over runs without noise protects nobody"])
-    if any(config.training.bands != 1 for config in [base, *tried]):
-        raise ConfigError(["training.bands: a search pays for runs with independent noise; leave it at 1"])
+    if any(config.training.bands not in (None, 1) for config in [base, *tried]):
+        raise ConfigError(["training.bands: a search pays for runs with independent noise; leave it out, or at 1"])
     data = setup.make(base).data
     shapes = [
         Shape(config.training.batch_size, setup.check_against_data(config, data), config.training.max_batch)
