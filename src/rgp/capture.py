@@ -51,6 +51,8 @@ class Capture(TorchFunctionMode):
     While it is on the stack it also refuses what would go around the engine: `loss.backward()` and gradient clipping.
     """
 
+    tracing = False  # whether a graph is being made, and tensors have no numbers to look at (compiled.py)
+
     def __init__(self, slots: Mapping[int, Slot], *, sharded: bool = False, model: nn.Module | None = None) -> None:
         """model: whose buffers are known not to come from the batch."""
         super().__init__()
@@ -71,6 +73,7 @@ class Capture(TorchFunctionMode):
         self.looped: set[tuple[str, tuple[str, ...]]] = set()  # operations and parameters the fallback was used for
         self.uneven: list[Node] = []  # means of this micro-batch with a divisor that is not the same for all examples
         self.rehearsing = False  # whether dropout is left out, and outputs are noted (checks/rehearsal.py)
+        self.rehearsing_compiled = False  # whether compiled modules run compiled in a rehearsal (compiled.py)
         self.outputs: list[Output] = []  # outputs of operations with trained parameters, during a rehearsal
 
     def names(self) -> dict[int, str]:
@@ -182,18 +185,18 @@ class Capture(TorchFunctionMode):
             args, kwargs = _without_dropout(DROPOUT_AT[func], args, kwargs)
         result = self._operate(func, args, kwargs)
         self._note(func, args, kwargs, result)
-        if (
-            func in MEANS
-            and result.requires_grad
-            and result.dim() == 0
-            and is_uneven(func, self.examples, args, kwargs)
-        ):
-            self.uneven += [edge.node for edge, _ in outputs_of(result)]
+        if func in MEANS and result.requires_grad and result.dim() == 0:
+            self._note_mean(func, args, kwargs, result)
         return result
+
+    def _note_mean(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+        assert self.examples is not None
+        if is_uneven(func, self.examples, args, kwargs):
+            self.uneven += [edge.node for edge, _ in outputs_of(result)]
 
     def _operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
-        special = ANYTIME.get(func)
+        special = None if self.tracing else ANYTIME.get(func)  # those draw numbers outside of torch
         # also without grad: a reentrant checkpoint will run it again with
         if special is not None and not (met and torch.is_grad_enabled()):
             self.recomputes = self.recomputes or not torch.is_grad_enabled() or _saved_tensors_hooks(False) is not None
@@ -225,6 +228,9 @@ class Capture(TorchFunctionMode):
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):
             return result
         self._refuse_picked(func, args, kwargs)
+        return self._without_rule(func, args, kwargs, met)
+
+    def _without_rule(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Slot]) -> Any:
         result = with_copies(self, func, args, kwargs)
         if result is not NotImplemented:
             self._note_output(result)

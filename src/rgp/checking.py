@@ -18,11 +18,12 @@ from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.checks.arguments import check_model
 from rgp.clipping import Gradients
+from rgp.errors import UnsupportedError
 from rgp.methods import RGP, Method
 from rgp.plan import make_plan
 from rgp.slots import CarriedSlot, DeferredSlot, make_slot
 from rgp.streams import Streams
-from rgp.torchstate import as_tree
+from rgp.torchstate import as_tree, is_compiled, uncompiled
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,12 @@ def check(
     What the model draws from torch's generators for an example in the batch, it gets again when that example is alone.
     """
     method = RGP() if method is None else method
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(uncompiled(model))
     check_model(model)
+    if any(map(is_compiled, model.modules())):
+        raise UnsupportedError(
+            "parts of the model are compiled: give rgp.check the model as it was before torch.compile"
+        )
     model = (model.double() if double else model).eval()
     batch = as_tree(batch)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

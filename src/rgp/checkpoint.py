@@ -55,7 +55,7 @@ from rgp.same_run import (
 )
 from rgp.sharding import Sharding, gather, load_whole, shard_state
 from rgp.streams import Streams
-from rgp.torchstate import is_sharded
+from rgp.torchstate import is_sharded, uncompiled
 
 FORMAT = 1
 LATEST, STATE, SECRET, INITIAL = "latest", "state.json", "secret.json", "initial.safetensors"
@@ -254,6 +254,7 @@ def resume(
         members=members,
     )
     plan = Plan(tuple(_entry(e) for e in state["plan"]), method)
+    called, model = model, uncompiled(model)
     check_same_run(state, mechanism, model, optimizer, scheduler, dataset, batch_size)
     check_model(model)
     check_trainable(model, plan, optimizer)
@@ -294,6 +295,7 @@ def resume(
             ema=state["ema"],
             probe=probe,
             ranks=ranks,
+            called=called,
         )
         tensors = _read_tensors(here / "optimizer.safetensors", ranks)
         held = [p for group in optimizer.param_groups for p in group["params"]]

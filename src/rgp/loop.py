@@ -32,6 +32,7 @@ class Loop:
                 step.trained.dtype,
                 lambda at, number: streams.torch_seed(at, 2**40 + number),
                 self._together,
+                compiled=step.regions is not None,
             )
         self._step, self._loading, self._streams = step, loading, streams
         self._loader = Loader(dataset, loading, streams)

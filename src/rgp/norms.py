@@ -160,6 +160,13 @@ class EmbeddingUse:
         g = at_least_float32(self.g[i])
         return g.new_zeros(self.shape).index_add_(0, self.ids[i], g)
 
+    def gradients(self) -> Tensor:
+        """G_i of all examples, for a table that is small."""
+        m, (rows, d) = self.ids.shape[0], self.shape
+        g = at_least_float32(self.g)
+        first = torch.arange(m, device=g.device).unsqueeze(1) * rows
+        return g.new_zeros(m * rows, d).index_add_(0, (self.ids + first).flatten(), g.flatten(0, 1)).view(m, rows, d)
+
     def drop(self, bad: Tensor) -> None:
         self.g = without(bad, self.g)
 

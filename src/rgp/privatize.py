@@ -44,6 +44,7 @@ from rgp.slots import Slot, make_slot
 from rgp.step import Step
 from rgp.streams import Streams
 from rgp.thin import ThinState
+from rgp.torchstate import uncompiled
 from rgp.trained import TrainedModel
 from rgp.units import Rows, Unit
 from rgp.update import Update
@@ -142,6 +143,7 @@ def privatize(
     """
     method = RGP() if method is None else method
     optimizer = unwrapped(optimizer)
+    called, model = model, uncompiled(model)
     check_arguments(model, optimizer, method, scheduler, budget, public_loss)
     if not method.private and (budget is not None or noise_multiplier != 0 or clip is not None):
         kind = type(method).__name__
@@ -221,6 +223,7 @@ def privatize(
         ema=ema,
         probe=probe,
         ranks=ranks,
+        called=called,
     )
 
 
@@ -241,8 +244,12 @@ def assemble(
     probe: bool = True,
     ranks: Ranks | None = None,
     slot: Callable[..., Slot] = make_slot,
+    called: nn.Module | None = None,
 ) -> Run:
-    """Put the parts of a run together. `privatize` and `resume` both end here, where nothing is left to decide."""
+    """Put the parts of a run together. `privatize` and `resume` both end here, where nothing is left to decide.
+
+    called: what the loop calls, if torch.compile wrapped the model (compiled.py).
+    """
     rules.load()
     if plan.method.private and loading.members is None:
         check_repeats(dataset)
@@ -268,6 +275,7 @@ def assemble(
         Update(trained, optimizer, scheduler, streams, ema=mean, power=method.power_iteration(), thin=thin),
         views=loading.views,
         loss_reduction=loading.loss_reduction,
+        called=called,
     )
     remember(model, ledger, dataset)
     return Run(step, dataset, loading, streams, rehearse=probe)

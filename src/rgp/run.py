@@ -48,6 +48,8 @@ class Run:
         self.dataset, self.loading = dataset, loading
         self.secret_file: Path | None = None  # the file in which rgp.checkpoint keeps the secret of the streams
         step.trained.take()
+        if step.regions is not None:
+            step.regions.take()
 
     # ------------------------------------------------------------------ training
 
@@ -130,6 +132,8 @@ class Run:
         self.ledger.close()
         self._step.update.close(warn=self.ranks.first)
         self._step.trained.give_back()
+        if self._step.regions is not None:
+            self._step.regions.give_back()
         if self.never_used and self.step_index and self.ranks.first:
             warnings.warn(
                 f"{len(self.never_used)} trained parameters were never used by the model and received noise only: "

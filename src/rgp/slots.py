@@ -128,7 +128,7 @@ class CarriedSlot(Slot):
 
     def _reordered(self, dR: Tensor, *, taps_first: bool) -> Tensor:
         """dR_i (m, r d) of a kernel from one order into the other: (c, taps), or (taps in reverse, c)."""
-        m, r, c = len(dR), self.entry.rank, self.entry.shape[1]
+        m, r, c = dR.shape[0], self.entry.rank, self.entry.shape[1]
         taps = self.entry.d // c
         if taps_first:
             return dR.reshape(m, r, c, taps).mT.flip(2).flatten(2)
@@ -171,11 +171,17 @@ class CarriedSlot(Slot):
         """
         if self.muted:
             return
+        if dLt is not None and self.projects:
+            Lt = self.Lt.to(dLt.dtype)
+            core = torch.matmul(dLt, Lt.T) if core is None else core
+            dLt = dLt.sub_(torch.matmul(core, Lt))
+        self.keep_thin(dLt, dR, taps_first=taps_first)
+
+    def keep_thin(self, dLt: Tensor | None, dR: Tensor | None, *, taps_first: bool = False) -> None:
+        """Add them as they are to be released: projected already."""
+        if self.muted:
+            return
         if dLt is not None:
-            if self.projects:
-                Lt = self.Lt.to(dLt.dtype)
-                core = torch.matmul(dLt, Lt.T) if core is None else core
-                dLt = dLt.sub_(torch.matmul(core, Lt))
             self._store(self.left, dLt)
         if dR is not None:
             if self.taps_first is None:
@@ -185,7 +191,7 @@ class CarriedSlot(Slot):
         self.used = self.filled = True
 
     def add_dense(self, gradients: Tensor) -> None:
-        G = gradients.reshape(len(gradients), self.entry.p, self.entry.d)
+        G = gradients.reshape(gradients.shape[0], self.entry.p, self.entry.d)
         dLt = torch.matmul(self.R.to(G.dtype), G.mT) if self.needs_left else None
         self.add_thin(dLt, torch.matmul(self.Lt.to(G.dtype), G) if self.needs_right else None)
 

@@ -10,11 +10,12 @@ end       release     ranks meet, noise N(0, (sigma C)^2), ledger               
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rgp.capture import Capture
 from rgp.carriers import CarrierSearch
@@ -26,13 +27,14 @@ from rgp.checks.writes import Writes
 from rgp.clipping import Gradients
 from rgp.coordinates import Coordinates
 from rgp.distributed import HERE, STOPS, RankReport
+from rgp.errors import UnsupportedError
 from rgp.mechanism import Mechanism
 from rgp.members import Group
 from rgp.observing import Observer
 from rgp.release import Releases
 from rgp.sharding import Filler
 from rgp.slots import Slot
-from rgp.torchstate import remove_mode
+from rgp.torchstate import as_written, is_compiled, remove_mode
 from rgp.trained import TrainedModel
 from rgp.update import Update
 
@@ -82,7 +84,9 @@ class Step:
         *,
         views: int = 1,
         loss_reduction: str = "mean",
+        called: nn.Module | None = None,
     ) -> None:
+        """called: what the loop calls in the model's place, if torch.compile wrapped it."""
         self.trained, self.mechanism = trained, mechanism
         self.search, self.releases, self.update = search, releases, update
         self.ranks = releases.ranks
@@ -93,6 +97,7 @@ class Step:
         )  # no per-example gradients needed
         self.gradients = Gradients(_groups(trained, mechanism), dtype=trained.dtype, device=trained.device)
         self.capture = Capture(trained.slot_of, sharded=trained.sharding.active, model=trained.model)
+        self.regions = self._regions(called)
         self.writes = Writes(trained.model)
         self.observer = Observer()
         self.index = 0  # logical steps taken
@@ -104,6 +109,7 @@ class Step:
         self.unused = set(trained.slots)  # trained parameters that no micro-batch has used: private
         self.sent_bytes = 0  # between ranks, in the last step
         self._set_aside: dict[str, Tensor] = {}  # weights that something else replaces during a pass
+        self._uncompiled = ExitStack()  # what is compiled and not the model's runs as it is written
 
     # ------------------------------------------------------------------ Algorithm 1
 
@@ -131,9 +137,11 @@ class Step:
         else:
             self.gradients.begin(len(current.units), current.group)
         self.capture.rehearsing = current.trial is not None
+        self.capture.rehearsing_compiled = current.trial is not None and current.trial.compiled
         if not self.plain:
             self.capture.begin(current.examples)
         self.capture.__enter__()
+        self._uncompiled.enter_context(as_written())
         self._residual_off()
         self.observer.begin_pass(self.gradients)
         first = current.part == 0 and current.view == 0
@@ -151,6 +159,7 @@ class Step:
 
     def unwatch(self) -> None:
         """The loop goes on, or ends."""
+        self._uncompiled.close()
         remove_mode(self.capture)
 
     def weights(self, loss: Any, current: Pass) -> Tensor:
@@ -231,6 +240,19 @@ class Step:
         self.releases.end()
 
     # ------------------------------------------------------------------ around it
+
+    def _regions(self, called: nn.Module | None) -> Any:
+        """The compiled modules of the model; None without any, as torch's compiler takes a while to import."""
+        modules = (*self.trained.model.modules(), *(() if called is None else (called,)))
+        if not any(map(is_compiled, modules)):
+            return None
+        if self.trained.sharding.active:
+            raise UnsupportedError(
+                "a compiled model cannot be sharded as well here. Leave out torch.compile or fully_shard."
+            )
+        from rgp.compiled import Regions
+
+        return Regions(self.trained.model, self.capture, called)
 
     def drop(self) -> None:
         """Forget a logical batch that was not finished: nothing was released, the same draw is repeated."""

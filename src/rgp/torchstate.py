@@ -129,6 +129,26 @@ def momentum_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor |
     return None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is what torch.compile(module) returned, or module.compile() was called."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Compiled functions run as they are written: a compiler would trace the capture, or not see it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+def uncompiled(model: Any) -> Any:
+    """The model inside of what torch.compile(model) returned, whose parameters have their own names."""
+    return model._orig_mod if type(model).__name__ == "OptimizedModule" else model
+
+
 def remove_mode(mode: TorchFunctionMode) -> None:
     """Remove a mode from the stack, wherever it is; a loop that was left early may have others above it."""
     if sys.is_finalizing():  # a loop that nobody finished ends with the interpreter, when torch is gone already

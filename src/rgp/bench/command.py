@@ -47,6 +47,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda by default where there is one.")] = None,
     scaling: Annotated[str | None, typer.Option(help=f"Fit slopes along one axis instead: {', '.join(AXES)}.")] = None,
     values: Annotated[str | None, typer.Option(help="Values of the scaling axis, by comma.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the model of plain, rgp and dpsgd.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     chart: Annotated[Path | None, typer.Option(help="Write a figure here, such as bench.png.")] = None,
 ) -> None:
@@ -76,6 +77,7 @@ def bench(
         "optimizer": optimizer,
         "threads": threads,
         "device": device,
+        "compile": compile or None,
     }
     chosen = {key: value for key, value in given.items() if value is not None}
     rivals = against.split(",") if against else None

@@ -35,8 +35,12 @@ NOISE_MULTIPLIER = 1.0
 class Contender:
     """A workload under one way of training. `step` takes one logical step."""
 
+    compiles = False  # whether it can train a model that torch.compile compiled
+
     def __init__(self, settings: Settings, workload: Workload):
         self.settings, self.workload, self.model = settings, workload, workload.model
+        if settings.compile and self.compiles:
+            self.model.compile()
 
     def step(self) -> None:
         raise NotImplementedError
@@ -63,6 +67,8 @@ class Contender:
 
 class Plain(Contender):
     """Ordinary training: gradients of the micro-batches add up in `.grad`."""
+
+    compiles = True
 
     def __init__(self, settings: Settings, workload: Workload):
         super().__init__(settings, workload)
@@ -106,6 +112,8 @@ class Bound(Contender):
 
 class Engine(Contender):
     """This library, by its public contract."""
+
+    compiles = True
 
     def __init__(self, settings: Settings, workload: Workload, make_method: Callable[[Any, Settings], Any]):
         super().__init__(settings, workload)

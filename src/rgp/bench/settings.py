@@ -55,6 +55,8 @@ class Settings:
     """Threads of each contender; 0 stands for all cores that this process may use."""
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
+    compile: bool = False
+    """Whether models are compiled (torch.compile), where a contender can train such: plain, rgp, dpsgd."""
     seed: int = 0
 
     def __post_init__(self) -> None:

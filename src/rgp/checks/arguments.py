@@ -81,11 +81,6 @@ def check_model(model: nn.Module, *, meta: bool = False) -> None:
                 f"module {name!r} is {type(module).__name__} with running statistics, which would be computed from "
                 "private data without noise. Make it with track_running_stats=False, or call .eval() on it."
             )
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedError(
-                f"module {name or '(the model)'!r} is compiled, which hides its operations from the engine. Give privatize the "
-                "model as it was before torch.compile."
-            )
     if not meta and any(p.is_meta for p in model.parameters()):
         raise ValueError("the model has parameters on the meta device; load its weights first")
 

@@ -42,31 +42,44 @@ def outputs_of(result: Any) -> list[Output]:
 
 def is_uneven(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call of one of MEANS divides by a number that is not the same for all examples."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = _named(args, kwargs)
     if given.get("reduction", "mean") != "mean":
         return False
     # the second question is a walk through the graph, and seldom asked
-    return _divides_unevenly(func, m, given) and not _is_of_one_or_of_all(given["input"], m)
+    return bool(_unevenness(func, m, given)) and not _is_of_one_or_of_all(given["input"], m)
 
 
-def _divides_unevenly(func: Any, m: int, given: Mapping[str, Any]) -> bool:
+def unevenness(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | Tensor:
+    """The same, as a tensor where it depends on numbers in the batch, which a graph that is being made does not have."""
+    given = _named(args, kwargs)
+    if given.get("reduction", "mean") != "mean" or _is_of_one_or_of_all(given["input"], m):
+        return False
+    return _unevenness(func, m, given)
+
+
+def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _unevenness(func: Any, m: int, given: Mapping[str, Any]) -> bool | Tensor:
     if func in _OF_ENTRIES:
         return bool(given["input"].numel() % m)
     if func in _NAN_MEANS:
-        return bool(given["input"].numel() % m) or _differ(~given["input"].isnan(), m)
+        return True if given["input"].numel() % m else _differ(~given["input"].isnan(), m)
     target, weight = given["target"], given.get("weight")
     if target.is_floating_point():
         return bool(len(target) % m)
-    if target.numel() % m or (weight is not None and bool((weight != weight[0]).any())):
+    if target.numel() % m:
         return True
-    return _differ(target != given.get("ignore_index", -100), m)
+    uneven = _differ(target != given.get("ignore_index", -100), m)
+    return uneven if weight is None else uneven | (weight != weight[0]).any()
 
 
-def _differ(counted: Tensor, m: int) -> bool:
+def _differ(counted: Tensor, m: int) -> Tensor:
     """Whether more entries count of some examples than of others."""
     counts = counted.reshape(m, -1).sum(1)
-    return bool((counts != counts[0]).any())
+    return (counts != counts[0]).any()
 
 
 def _is_of_one_or_of_all(tensor: Tensor, m: int) -> bool:

@@ -11,6 +11,7 @@ thrown away; and again, with other examples, after one step (weights that were z
     extreme    one replaced by the largest that was found, of another label if there is one: likewise
     whole      as many as a micro-batch has, and half of them replaced by the one with the largest gradient: a choice of
                the sixteen hardest examples shows only here
+    compiled   the same as natural, if the model is compiled: all others run it as it is written. Gradients must be the same
     fewer      half of them left out, the longest among them: likewise; a sum where a mean was promised shows here too
     copies     two copies of one example, under several seeds, if anything but dropout draws random numbers: what both
                have in common, and what differs from seed to seed, is randomness that examples share. Which of them
@@ -77,8 +78,10 @@ class Rehearsal:
         dtype: torch.dtype,
         seed: Callable[[int, int], int],
         together: Callable[[bool], bool] = bool,
+        compiled: bool = False,
     ) -> None:
-        """seed: of a step and the number of a trial."""
+        """seed: of a step and the number of a trial. compiled: whether the model has compiled modules."""
+        self._compiled = compiled
         self._dataset, self._loading, self._seeds, self._together = dataset, loading, seed, together
         self._tolerance = TOLERANCE.get(dtype, COARSE)
         self._first: int | None = None  # the step that was rehearsed first
@@ -127,6 +130,11 @@ class Rehearsal:
         chosen, spare = list(range(m)), [*range(m, len(items)), *range(m)]
         natural = self._trial(items, chosen)
         yield natural
+        if self._compiled and self._first is None:
+            compiled = self._trial(items, chosen)
+            compiled.compiled = True
+            yield compiled
+            self._check_compiled(natural, compiled)
         if m == 1:
             yield self._trial(items, [max(range(1, len(items)), key=lambda i: magnitude(items[i]))])
             yield from self._ask_again(natural, items, chosen)
@@ -296,6 +304,14 @@ class Rehearsal:
                 "the loop gave other gradients for the same examples when it ran again, under the same random numbers. It "
                 "keeps something of earlier batches (a queue, running statistics), or draws from a generator of its own: take "
                 f"torch's, which the run seeds. {self._released} (probe=False leaves this check out.) See docs/pitfalls.md."
+            )
+
+    def _check_compiled(self, written: Trial, compiled: Trial) -> None:
+        change, name = moved(written, compiled, list(range(written.examples)))
+        if change > max(self._tolerance, COARSE if written.coarse else 0.0) * _of_other_shapes():
+            raise UnsupportedError(
+                f"the compiled model has other per-example gradients than the same model uncompiled, by {percent(change)} and "
+                f"most at parameter {name!r}. Train it uncompiled, and tell us: it should not happen. {self._released}"
             )
 
     def _check_reduction(self, natural: Trial, fewer: Trial) -> None:

@@ -27,6 +27,7 @@ class Trial:
     examples: int
     seed: int
     drew: bool  # whether making the batch, or the loop, drew random numbers
+    compiled: bool = False  # whether compiled modules run compiled, without hooks
     weights: Tensor | None = None  # shows whether another trial had the same
     sketches: Sketches = field(default_factory=dict)
     inputs: list[Tensor] = field(default_factory=list)  # the model's outputs: (m, 2), norm and a projection of each row
@@ -36,9 +37,9 @@ class Trial:
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """During the loop's pass: use this trial's random numbers, and note the model's outputs."""
-        hook = model.register_forward_hook(self._note, with_kwargs=True)
         with ExitStack() as stack:
-            stack.callback(hook.remove)
+            if not self.compiled:
+                stack.callback(model.register_forward_hook(self._note, with_kwargs=True).remove)
             stack.enter_context(seeded(self.seed))
             before = generators()
             yield

@@ -37,7 +37,7 @@ class Constants:
         """Start a micro-batch: what the model holds now cannot come from it."""
         self._known.clear()
         if self._model is not None:
-            for tensor in _held(self._model):
+            for tensor in held_by(self._model):
                 self.add(tensor)
 
     def forget(self) -> None:
@@ -91,7 +91,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def _held(model: nn.Module) -> Iterator[Tensor]:
+def held_by(model: nn.Module) -> Iterator[Tensor]:
     """Buffers, and tensors that modules keep in plain attributes."""
     for module in model.modules():
         yield from (buffer for buffer in module._buffers.values() if buffer is not None)

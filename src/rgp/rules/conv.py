@@ -68,7 +68,7 @@ class Geometry:
         Or (m, r, prod(k) c), True: with the kernel's positions before the channels and in reverse, as they are found where u
         is unfolded. To put m of them in order takes as long as half of the product.
         """
-        m, r, c, k = len(x), u.shape[1], x.shape[1], prod(self.k)
+        (m, c), r, k = x.shape[:2], u.shape[1], prod(self.k)
         if k == 1 and not any(self.padding):
             return torch.bmm(u.flatten(2), x[self._strided].flatten(2).mT), False
         if r * prod(self.stride) > c:
@@ -97,6 +97,8 @@ class Geometry:
 
 def _pieces(m: int, entries: int, device: torch.device) -> Iterator[slice]:
     """Cut m examples into equal pieces, on CPU so small that what is unfolded stays in the cache until it is multiplied."""
+    if not isinstance(m, int):  # a symbol, while a graph is made (compiled.py)
+        return iter((slice(None),))
     few = m
     if device.type == "cpu":
         threads = torch.get_num_threads()  # each works on an example
@@ -193,12 +195,12 @@ def fill(slot, geometry, x, g) -> None:
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """(m, c, ...) -> (m, groups, c / groups, positions)."""
     x = x.flatten(2)
-    return x.view(len(x), groups, -1, x.shape[2])
+    return x.view(x.shape[0], groups, -1, x.shape[2])
 
 
 def _carried(slot, geometry, x, g) -> None:
     """dL_i transposed (m, r, p) and dR_i (m, r, d). Groups stand side by side in dL_i and add up in dR_i."""
-    m, r, groups = len(g), slot.entry.rank, geometry.groups
+    m, r, groups = g.shape[0], slot.entry.rank, geometry.groups
     split = _grouped(g, groups)
     dLt = dR = None
     taps_first = False

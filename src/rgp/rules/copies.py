@@ -194,7 +194,7 @@ def attention(capture, func, args, kwargs):
     of_batch = [x for name in names[:3] if capture.slot(x := given[name]) is None]
     if not of_batch:
         return NotImplemented
-    lead, dims = len(of_batch[0]), of_batch[0].dim()
+    lead, dims = of_batch[0].shape[0], of_batch[0].dim()
     for name in names:
         value = given.get(name)
         if value is None or capture.slot(value) is None:

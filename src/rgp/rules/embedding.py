@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rgp.errors import UnsupportedError
-from rgp.norms import EmbeddingUse
 from rgp.rules import rule
-from rgp.slots import DeferredSlot
+from rgp.rules.forms import look_up
 
 
 class _Lookup(torch.autograd.Function):
@@ -30,11 +29,7 @@ class _Lookup(torch.autograd.Function):
         ids, g = ids.reshape(ctx.m, -1), g.reshape(ctx.m, -1, g.shape[-1])
         if ctx.padding_idx is not None:
             g = g.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0)
-        use = EmbeddingUse(ids, g, ctx.shape)
-        if isinstance(ctx.slot, DeferredSlot):
-            ctx.slot.add_use(use)
-        else:
-            ctx.slot.add_dense(torch.stack([use.gradient(i) for i in range(ctx.m)]))
+        look_up(ctx.slot, ids, g)
         return None, None, None, None, None
 
 

@@ -12,6 +12,7 @@ Shapes: F (*shape), its gradients (m, *shape).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_map
 from rgp.errors import UnsupportedError
 from rgp.norms import EmbeddingUse
 from rgp.rules.constants import tensors_in
-from rgp.slots import DeferredSlot, Slot
+from rgp.slots import DeferredSlot, DenseSlot, Slot
 
 _EXPANSIONS = (torch.Tensor.expand, torch.Tensor.expand_as, torch.broadcast_to, torch.Tensor.broadcast_to)
 
@@ -32,36 +33,51 @@ _EXPANSIONS = (torch.Tensor.expand, torch.Tensor.expand_as, torch.broadcast_to, 
 class FormSlot(Slot):
     """The slot of a form: carries what it is given back to the slots of what the form was computed from."""
 
-    def __init__(self, graph: Tensor, parents: list[tuple[Tensor, Slot]], made_by: tuple[Any, Any, Any]) -> None:
+    def __init__(
+        self,
+        graph: Tensor,
+        parents: list[tuple[Tensor, Slot]],
+        made_by: tuple[Any, Any, Any],
+        assume: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """assume: takes what is to be checked when the graph runs that is being made now (compiled.py)."""
         first = parents[0][1].entry
         super().__init__(replace(first, shape=tuple(graph.shape), treatment="exact", rank=0, scale=1.0))
         self._graph, self._parents, self._made_by = graph, parents, made_by
+        self._assume = assume
 
     def add_outer(self, left, right, *, thin_left=None, thin_right=None) -> None:
-        self.add_dense(torch.bmm(left.transpose(1, 2), right).view(len(left), *self.entry.shape))
+        self.add_dense(torch.bmm(left.transpose(1, 2), right).view(left.shape[0], *self.entry.shape))
 
     def add_dense(self, gradients: Tensor) -> None:
-        gradients = gradients.reshape(len(gradients), *self.entry.shape)
+        gradients = gradients.reshape(gradients.shape[0], *self.entry.shape)
         lookup = self._lookup()
         if lookup is not None:
             table, ids, keep = lookup
-            g = gradients.reshape(len(gradients), ids.numel(), -1) * keep.reshape(-1, 1)
-            table.add_use(EmbeddingUse(ids.reshape(1, -1).expand(len(g), -1), g, table.entry.shape))
+            g = gradients.reshape(gradients.shape[0], ids.numel(), -1) * keep.reshape(-1, 1)
+            look_up(table, ids.reshape(1, -1).expand(g.shape[0], -1), g)
+            return
+        if (part := self._part()) is not None:
+            parent, slot = self._parents[0]
+            whole = gradients.new_zeros(gradients.shape[0], *parent.shape)
+            where = (slice(None), *part)
+            whole[where] = gradients
+            slot.add_dense(whole)
             return
         tensors = [tensor for tensor, _ in self._parents]
         for (tensor, slot), found in zip(self._parents, _products(self._graph, tensors, gradients), strict=True):
             if found is not None:
-                slot.add_dense(found.reshape(len(gradients), *tensor.shape))
+                slot.add_dense(found.reshape(gradients.shape[0], *tensor.shape))
 
     def add_rows(self, rows: Tensor) -> None:
         """The form has a row (or several) for each example: `rows` (m, k, *shape[1:]) are those of example i."""
-        m, func = len(rows), self._made_by[0]
+        m, func = rows.shape[0], self._made_by[0]
         parent, slot = self._parents[0]
         lookup = self._lookup()
         if lookup is not None:
             table, ids, keep = lookup
             g = rows.reshape(m, ids.numel() // m, -1) * keep.reshape(m, -1, 1)
-            table.add_use(EmbeddingUse(ids.reshape(m, -1), g, table.entry.shape))
+            look_up(table, ids.reshape(m, -1), g)
         elif func in _EXPANSIONS and len(self._parents) == 1 and _is_copied(parent, self.entry.shape):
             # all rows are copies of one: the parent's gradient is the sum over them
             shape = (1,) * (len(self.entry.shape) - parent.dim()) + tuple(parent.shape)
@@ -79,33 +95,55 @@ class FormSlot(Slot):
         value = self._graph.detach()
         if value.shape[0] % m or not self._is_repeated():
             return False
+        if self._made_by[0] in _EXPANSIONS and _is_copied(self._parents[0][0], self.entry.shape):
+            return True  # all rows are one, whatever is in it
         groups = value.reshape(m, -1)
-        return bool(torch.equal(groups, groups[:1].expand_as(groups)))
+        if self._assume is None:
+            return bool(torch.equal(groups, groups[:1].expand_as(groups)))
+        self._assume((groups == groups[:1]).all())
+        return True
 
     def _is_repeated(self) -> bool:
         func, args, kwargs = self._made_by
-        rows, parents = len(self._graph), [tensor for tensor, _ in self._parents]
+        rows, parents = self._graph.shape[0], [tensor for tensor, _ in self._parents]
         if func is F.embedding or any(slot._is_repeated() for _, slot in self._parents if isinstance(slot, FormSlot)):
             return True
         if func in _EXPANSIONS and _is_copied(parents[0], self.entry.shape):
             return True
-        if any(tensor.dim() and len(tensor) == rows for tensor in parents):  # they may be its own rows
+        if any(tensor.dim() and tensor.shape[0] == rows for tensor in parents):  # they may be its own rows
             return False
         constants = [t for t in tensors_in((args, kwargs)) if all(t is not tensor for tensor in parents)]
         grown = all(self._graph.numel() > tensor.numel() for tensor in parents)
-        return grown or any(t.dim() and len(t) == rows for t in constants)
+        return grown or any(t.dim() and t.shape[0] == rows for t in constants)
 
-    def _lookup(self) -> tuple[DeferredSlot, Tensor, Tensor] | None:
-        """A large table that is looked up with the same ids for all examples: its slot, the ids, and which of them count."""
+    def _part(self) -> tuple[Any, ...] | None:
+        """The index of a part of one parameter, as in positions[:, :T], which needs no product."""
+        func, args, _ = self._made_by
+        if func is not torch.Tensor.__getitem__ or len(self._parents) > 1:
+            return None
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return index if all(isinstance(i, (slice, int)) for i in index) else None
+
+    def _lookup(self) -> tuple[Slot, Tensor, Tensor] | None:
+        """A table that is looked up with the same ids for all examples: its slot, the ids, and which of them count."""
         func, args, kwargs = self._made_by
         slot = self._parents[0][1]
-        if func is not F.embedding or len(self._parents) > 1 or not isinstance(slot, DeferredSlot):
+        if func is not F.embedding or len(self._parents) > 1 or not isinstance(slot, (DenseSlot, DeferredSlot)):
             return None
         ids = args[0] if args else kwargs["input"]
         padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
         if padding is None:
             return slot, ids, torch.ones_like(ids)
         return slot, ids, (ids != padding % slot.entry.shape[0]).long()
+
+
+def look_up(table: Slot, ids: Tensor, g: Tensor) -> None:
+    """Give the slot of a table what lookups of `ids` (m, T) mean for it, whose results have the gradient g (m, T, d)."""
+    use = EmbeddingUse(ids, g, table.entry.shape)
+    if isinstance(table, DeferredSlot):
+        table.add_use(use)
+    else:
+        table.add_dense(use.gradients())
 
 
 def on_diagonal(rows: Tensor) -> Tensor:
@@ -172,6 +210,8 @@ def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if changed is not None:
         capture.forbid(changed)
 
+    assume = capture.assume if capture.tracing else None
+
     def hand_on(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
@@ -183,7 +223,7 @@ def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
                 f"parameter {name!r} is sharded by fully_shard and was used in {getattr(func, '__name__', func)} before it met "
                 "the batch, which needs the whole of it in the backward pass. Freeze it, or let every rank hold the model."
             )
-        return capture.hand_on(leaf, FormSlot(leaf, list(parents.values()), (func, args, kwargs)), False)
+        return capture.hand_on(leaf, FormSlot(leaf, list(parents.values()), (func, args, kwargs), assume), False)
 
     return tree_map(hand_on, result)
 

@@ -116,6 +116,8 @@ class _GroupNorm(torch.autograd.Function):
         (N, C), positions = x.shape[:2], x.shape[2:].numel()
         slot_w, slot_b = ctx.slots
         wanted = [ctx.needs_input_grad[0], slot_w is not None, slot_b is not None]
+        if not isinstance(N, int):
+            return _group_norm_of_symbols(ctx, g, x, mean, rstd, weight), *[None] * 7
         dx, dw, db = _aten.native_group_norm_backward(
             g.contiguous().view(1, N * C, positions),
             x.view(1, N * C, positions),
@@ -132,6 +134,24 @@ class _GroupNorm(torch.autograd.Function):
             if slot is not None:
                 slot.add_dense(by_example(sums.view(N, C), ctx.m, 1, slot).sum(1))
         return None if dx is None else dx.view(x.shape), None, None, None, None, None, None, None
+
+
+def _group_norm_of_symbols(ctx, g, x, mean, rstd, weight):
+    """The backward pass while a graph is made (compiled.py): the number of groups must not depend on that of examples."""
+    (N, C), positions = x.shape[:2], x.shape[2:].numel()
+    slot_w, slot_b = ctx.slots
+    if slot_w is not None:
+        xhat = (x.reshape(N, ctx.groups, -1) - mean.view(N, -1, 1)) * rstd.view(N, -1, 1)
+        slot_w.add_dense(by_example((g * xhat.view_as(g)).flatten(2).sum(2), ctx.m, 1, slot_w).sum(1))
+    if slot_b is not None:
+        slot_b.add_dense(by_example(g.flatten(2).sum(2), ctx.m, 1, slot_b).sum(1))
+    if not ctx.needs_input_grad[0]:
+        return None
+    scale = None if weight is None else weight.to(x.dtype)
+    wanted = [True, False, False]
+    return _aten.native_group_norm_backward(g.contiguous(), x, mean, rstd, scale, N, C, positions, ctx.groups, wanted)[
+        0
+    ]
 
 
 @rule(F.group_norm)

@@ -9,7 +9,7 @@ owners are unknown, and a rule that meets them refuses.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,9 @@ class Owned:
 class Owners:
     """Keeps the owners of picked rows through one micro-batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, assume: Callable[[Tensor], None] | None = None) -> None:
+        """assume: takes what is to be checked when the graph runs that is being made now (compiled.py)."""
+        self._assume = assume
         self._known: dict[int, tuple[weakref.ref[Tensor], Owned | None]] = {}
 
     def clear(self) -> None:
@@ -145,6 +147,8 @@ class Owners:
         target, *rest = args
         if not any(self.is_picked(t) for t in tensors_in(args)):
             return
+        if self._assume is not None:
+            return self._set(target, None)
         index = rest[0][0] if isinstance(rest[0], (tuple, list)) and rest[0] else rest[0]
         if func in (_T.index_add_, _T.index_add, torch.index_add):
             dim, index, rows = rest[:3]
@@ -163,6 +167,8 @@ class Owners:
         self._known[id(tensor)] = (weakref.ref(tensor), owned)
 
     def _pick(self, source: Tensor, index: Tensor, result: Tensor, m: int) -> None:
+        if self._assume is not None:
+            return self._pick_in_order(source, index, result, m, self._assume)
         if self.is_picked(source):
             before = self._known[id(source)][1]
             owner_of = None if before is None else before.example
@@ -188,6 +194,26 @@ class Owners:
             if owned is not None and torch.equal(owned.example, example):
                 return self._set(result, owned)
         return self._set(result, Owned(example, m))
+
+    def _pick_in_order(
+        self, source: Tensor, index: Tensor, result: Tensor, m: int, assume: Callable[[Tensor], None]
+    ) -> None:
+        """While a graph is made there are no numbers to look at: the rows are taken to be in their order, to be checked."""
+        n = index.shape[0]
+        each, bits = source.shape[0] // m, index.dtype == torch.bool
+        if (
+            bits
+            or source.shape[0] % m
+            or not each
+            or not n
+            or n % m
+            or result.shape[:1] != (n,)
+            or self.is_picked(source)
+        ):
+            return self._set(result, None)
+        owners = torch.arange(n, device=index.device).view(-1, *[1] * (index.dim() - 1)) // (n // m)
+        assume((index % source.shape[0] // each == owners).all())
+        return None
 
 
 def _is_of_columns(index: Any) -> bool:
