@@ -179,5 +179,5 @@ def test_mean_over_labels_inside_the_graph_is_refused():
     with privatize(model, data, clip=1.0, method=rgp.DPSGD(), probe=False) as run:
         batches = iter(run)
         x, y = next(batches)
-        with pytest.raises(rgp.UnsupportedError, match="do not count alike"):
+        with pytest.raises(rgp.UnsupportedError, match="do not count equally"):
             run.step(model(x, y))
