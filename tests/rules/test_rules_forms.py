@@ -54,6 +54,8 @@ def check(model: nn.Module, *shape: int, method: rgp.Method, m: int = EXAMPLES, 
 FORMS = {
     "to": lambda self, x: F.linear(x, self.W.to(x.dtype)),
     "type_as": lambda self, x: F.linear(x, self.W.type_as(x)),
+    "the batch as the parameter": lambda self, x: F.linear(x.type_as(self.W).to(self.W), self.W.to(x)),
+    "a shape as the parameter's": lambda self, x: x @ x.new_ones(64).view_as(self.W) + F.linear(x, self.W),
     "clone": lambda self, x: x @ self.W.clone().T,
     "view": lambda self, x: F.linear(x, self.W.view(4, 2, 8).reshape(8, 8)),
     "permute": lambda self, x: F.linear(x, self.W.permute(1, 0)),

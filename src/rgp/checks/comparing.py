@@ -131,7 +131,9 @@ def _in_place(one: Trial, two: Trial, stayed: list[int]) -> bool:
 
 
 def percent(moved: float) -> str:
-    return f"{moved:.0%} of its norm" if moved < float("inf") else "turning into NaN or Inf"
+    if moved == float("inf"):
+        return "turning into NaN or Inf"
+    return f"{moved:.0%} of its norm" if moved >= 0.01 else f"{100 * moved:.1g}% of its norm"
 
 
 def relative(one: Tensor, two: Tensor) -> float:

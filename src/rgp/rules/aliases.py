@@ -31,7 +31,7 @@ def swap(capture, func, args, kwargs):
 def cast(capture, func, args, kwargs):
     slot, transposed = capture.find(args[0])
     if slot is None:
-        return NotImplemented
+        return _like(func, args, kwargs)
     result = func(*args, **kwargs)
     if not isinstance(result, torch.Tensor) or not result.requires_grad or result is args[0]:
         return result
@@ -45,9 +45,18 @@ def shaped_as(capture, func, args, kwargs):
     """Only the shape of the other tensor is used, which may well come from the batch."""
     tensor, other = args
     if capture.slot(tensor) is None:
-        return NotImplemented
+        return _like(func, args, kwargs)
     same = {_T.expand_as: _T.expand, _T.view_as: _T.view, _T.reshape_as: _T.reshape}[func]
     return capture.run(same, tensor, tuple(other.shape))
+
+
+def _like(func, args, kwargs):
+    """x.to(weight), x.view_as(weight): the parameter only lends its dtype or its shape."""
+
+    def lent(value):
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    return func(args[0], *map(lent, args[1:]), **{name: lent(value) for name, value in kwargs.items()})
 
 
 def _remembered(capture, result, slot, transposed: bool):

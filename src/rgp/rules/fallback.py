@@ -131,6 +131,8 @@ def loop(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             for i in range(m):
                 parameters = {j: leaves[j].detach().requires_grad_() for j in slots}
                 alone = call(*inputs_of(i, sliced), parameters=parameters)
+                if not alone.requires_grad:  # of the parameters, only shapes or dtypes were used
+                    return
                 grads = torch.autograd.grad(
                     alone, list(parameters.values()), grad[i * k : (i + 1) * k], allow_unused=True
                 )
