@@ -6,7 +6,8 @@
     python experiments/opacus_beside.py examples/opacus/mnist.py --seeds 3 --with rgp
 
 The example runs as it stands; `rgp.privatize` is replaced by a run of Opacus (hooks, Poisson sampling) with the same model, data,
-optimizer, sigma, clip and number of steps, `nn.LSTM` by its DPLSTM, and `inplace=True` by False. Seeds are added to the example's own manual_seed.
+optimizer, sigma, clip and number of steps, `nn.LSTM` by its DPLSTM, and `inplace=True` by False.
+Seeds are added to the example's own manual_seed.
 """
 
 from __future__ import annotations
