@@ -4,6 +4,8 @@
     python experiments/sst2.py tables --data FOLDER      the runs of the tables: validation set, and 5,000 held-out training rows
     python experiments/sst2.py few --data FOLDER         the same with 2,000 rows to train on
     python experiments/sst2.py bands --data FOLDER       independent and correlated noise, three rates each, on tuning's rows
+    python experiments/sst2.py mpnet --data FOLDER       a model of BERT-base's size: FOLDER holds mpnet/ too
+    python experiments/sst2.py mpnet-rates --data FOLDER its learning rates, 20 steps of 256 on tuning's rows
     python experiments/sst2.py show [--plots FOLDER]     mean, standard error and paired differences of what is there
 
 FOLDER holds sst2/ and minilm/ (`rgp data get sst2 minilm --to FOLDER`). No run trains on the 5,000 rows of the tables; tuning
@@ -22,7 +24,7 @@ import numpy as np
 LIST = driver.HERE / "sst2.yaml"
 RESULTS = driver.HERE / "results" / "sst2.jsonl"
 HELD_OUT, TUNING, FEW = 5000, 3000, 2000  # rows
-STAGES = (*driver.STAGES, "few", "bands")
+STAGES = (*driver.STAGES, "few", "bands", "mpnet", "mpnet-rates")
 
 
 def main() -> None:
@@ -38,9 +40,10 @@ def main() -> None:
 
     def run(job: dict[str, Any]) -> dict[str, Any]:
         out = given.out / job["name"]
-        every = 20 if given.what == "tables" else 10**6
-        tuning = given.what in ("tuning", "bands")
-        found = driver.train(job, folders["tuning" if tuning else given.what], out, run__eval_every=every)
+        every = 20 if given.what in ("tables", "mpnet") else 10**6
+        tuning = given.what in ("tuning", "bands", "mpnet-rates")
+        rows = "tuning" if tuning else "few" if given.what == "few" else "tables"
+        found = driver.train(job, folders[rows], out, run__eval_every=every)
         return found if tuning else {**found, "accuracy_held_out": accuracy(out, folders["held_out"])}
 
     jobs = driver.planned(LIST, given.what)
@@ -68,9 +71,10 @@ def split(data: Path) -> dict[str, Path]:
             path = folders[name] / "sst2" / f"{file}.tsv"
             if not path.exists():
                 path.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
-        link = folders[name] / "minilm"
-        if not link.exists():
-            link.symlink_to((data / "minilm").resolve())
+        for model in ("minilm", "mpnet"):
+            link = folders[name] / model
+            if (data / model).exists() and not link.exists():
+                link.symlink_to((data / model).resolve())
     return folders
 
 

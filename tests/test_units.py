@@ -290,7 +290,7 @@ def test_ids_that_cannot_be_right_are_refused_or_noticed():
     ):
         with pytest.raises(ValueError, match=words):
             privatize(toy(), data, units=ids, batch_size=2)
-    with pytest.raises(ValueError, match="rows_per_unit=3 goes with units"):
+    with pytest.raises(ValueError, match="rows_per_unit=3 needs units="):
         privatize(toy(), data, rows_per_unit=3)
     with pytest.raises(ValueError, match="rows_per_unit must be an integer of at least 1"):
         privatize(toy(), data, units=[1, 1, 2, 2, 3, 3], rows_per_unit=0, batch_size=2)

@@ -43,7 +43,10 @@ def test_a_run_goes_on_with_the_units_it_had(tmp_path):
     crashed(tmp_path, **UNITS)
     with pytest.raises(ValueError, match=r"protects one person, at most 7 rows in a step: give units, as before"):
         again(tmp_path)
-    with pytest.raises(ValueError, match=r"units are 48, of at most 7 rows, and were 7"), pytest.warns(match="all ids"):
+    with (
+        pytest.raises(ValueError, match=r"there are 48 units of at most 7 rows, and there were 7 of at most 7"),
+        pytest.warns(match="all ids"),
+    ):
         again(tmp_path, units=range(SIZE))
     others = [*IDS[:-1], IDS[0]]
     assert IDS[-1] != IDS[0] and len(set(others)) == len(set(IDS))

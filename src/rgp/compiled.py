@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
@@ -356,7 +357,8 @@ class Graph:
 
     def _dry_run(self, mode: Any, fakes: list[Any], carriers: list[Tensor]) -> int:
         """Finds out what the slots are given. Returns how many outputs the graph has."""
-        with mode, torch.enable_grad():
+        # with symbols for shapes as AOTAutograd has them: kernels in C++ would ask for numbers
+        with mode, enable_python_dispatcher(), torch.enable_grad():
             inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in fakes]
             outputs = self._trace(*inputs, *carriers)
             ends = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]

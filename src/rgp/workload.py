@@ -61,8 +61,8 @@ def rate_words(mechanism: Mechanism, optimizer: torch.optim.Optimizer) -> str:
     if mechanism.worth is None or mechanism.worth.of_a_step < 1.05 or isinstance(optimizer, torch.optim.SGD):
         return ""
     return (
-        f"; {type(optimizer).__name__} divides by the latter: its learning rate may be up to "
-        f"{mechanism.worth.of_a_step:.1f} times as large as with independent noise"
+        f"; {type(optimizer).__name__} divides by the latter, so that a little less is gained than these numbers say, which are "
+        f"SGD's, and its learning rate may be up to {mechanism.worth.of_a_step:.1f} times as large as with independent noise"
     )
 
 

@@ -93,7 +93,7 @@ LOSSES: dict[str, Loss] = {
 def honest(model: nn.Module, loss: Loss, **options: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*never used|.*frozen")
+        warnings.filterwarnings("ignore", message=".*never used|.*frozen|Try method=rgp.DPSGD")
         with private(model, steps=3, **options) as run:
             for batch in run:
                 run.step(loss(model, *batch))

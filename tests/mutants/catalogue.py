@@ -580,8 +580,8 @@ PRIVATE = group(
         "a mean whose divisor depends on all labels is not refused",
         (
             "checks/means.py",
-            '(target != given.get("ignore_index", -100)).reshape(m, -1).sum(1)',
-            "torch.zeros(m)",
+            '    uneven = _differ(target != given.get("ignore_index", -100), m)\n',
+            "    uneven = torch.zeros((), dtype=torch.bool)\n",
         ),
         by=("checks/test_means.py::test_a_mean_that_becomes_uneven_later_is_refused",),
     ),
@@ -1127,7 +1127,8 @@ TUNING = group(
     ),
 )
 
-HOSTILE = (
+HOSTILE = group(
+    "Hostile reviews",
     mutant(
         "deals not added up",
         "groups that were dealt anew after a lost secret are charged as if they were the first ones",
@@ -1164,6 +1165,28 @@ HOSTILE = (
     ),
 )
 
+COMPILED = group(
+    "Compiled models",
+    mutant(
+        "a gradient goes around the rules of a compiled graph",
+        "the sink takes an ordinary gradient, and drops it",
+        ("compiled.py", "            if g is not None:\n                raise _went_around(recorder.entry.name)\n", ""),
+        by=("test_compiled.py::test_parameter_that_goes_around_the_rules_is_refused",),
+    ),
+    mutant(
+        "the order of picked rows is not looked at when a graph runs",
+        "rows of one example count for another",
+        ("compiled.py", "        if broken:\n", "        if False:\n"),
+        by=("test_compiled.py::test_rows_in_another_order_are_refused",),
+    ),
+    mutant(
+        "a compiled model is not compared with the model as it is written",
+        "a model that does something else when it is compiled is trained without a check",
+        ("checks/rehearsal.py", "        if self._compiled and self._first is None:\n", "        if False:\n"),
+        by=("test_compiled.py::test_a_model_that_is_another_when_it_is_compiled_is_refused",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *NOISE,
     *CLIPPING,
@@ -1176,4 +1199,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *UNITS,
     *TUNING,
     *HOSTILE,
+    *COMPILED,
 )

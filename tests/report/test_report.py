@@ -278,7 +278,7 @@ def test_an_attack_that_finds_nothing_is_said_to_find_nothing():
     good, bad = ({"success_rate": rate, "standard_error": 0.02} for rate in (0.56, 0.53))
     assert better_than_a_coin([("a", bad), ("b", bad)]).startswith("No row here has more right guesses than a coin")
     both = better_than_a_coin([("a", good), ("b", bad)])
-    assert "More right guesses than a coin has: a." in both and "No more than a coin: b." in both
+    assert "More right guesses than a coin: a." in both and "No more than a coin: b." in both
     assert "coin has: a, b." in better_than_a_coin([("a", good), ("b", good)]) and better_than_a_coin([("a", {})]) == ""
 
 

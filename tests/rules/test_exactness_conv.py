@@ -111,6 +111,14 @@ def test_wide_resnet(method):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [rgp.RGP(rank=2), rgp.DPSGD()], ids=["RGP", "DPSGD"])
+def test_compiled_wide_resnet(method):
+    model = WideResNet(depth=10, widen=1, num_classes=4, groups=4).double()
+    model.compile(backend="aot_eager")
+    check(model, 3, 8, 8, method=method, family="WideResNet with GroupNorm, compiled")
+
+
 def test_wide_resnet_with_all_gradients_deferred(monkeypatch):
     monkeypatch.setattr("rgp.slots.LARGEST_DENSE", 0)
     model = WideResNet(depth=10, widen=1, num_classes=4, groups=4)

@@ -217,6 +217,16 @@ def test_dpsgd(family):
     run(family, rgp.DPSGD(head_scale=0.2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [rgp.RGP(rank=2), rgp.DPSGD()], ids=["RGP", "DPSGD"])
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "GPT-2, language model", "Llama, language model", "ViT"])
+def test_compiled(name, method):
+    which = BY_NAME[name]
+    model = which.model()
+    model.compile(backend="aot_eager")
+    check_exact(model, which.data(), which.losses, method=method, microbatch_size=3, family=f"{name}, compiled")
+
+
 # -------- the method's settings, on three
 
 THREE = ["BERT", "GPT-2", "ViT"]

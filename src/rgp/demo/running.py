@@ -21,7 +21,7 @@ from rgp.train import runner
 from rgp.train.errors import DemoError, RunFolderError
 from rgp.train.folder import RunFolder, free_name
 
-RUNS = {"nonprivate": "digits-nonprivate", "dpsgd": "digits-dpsgd", "rgp": "digits-rgp-stay"}
+RUNS = {"nonprivate": "digits-nonprivate", "dpsgd": "digits-dpsgd", "rgp": "digits-rgp"}
 NAMES = {**LABELS, "nonprivate": "no privacy", "plain": "no privacy"}
 STEP = Settings(model="transformer:512", batch=32, microbatch=8, seq=64, keep=1000, state="thin", repeats=3)
 

@@ -21,6 +21,7 @@ EXTRAS = {  # as in pyproject.toml, which tests/doctor/test_doctor.py compares
     "data": ("pillow", "scipy", "datasets", "pyarrow"),
     "plots": ("matplotlib",),
     "tensorboard": ("tensorboard",),
+    "lightning": ("lightning",),
 }
 ALWAYS = ("torch", "numpy", "dp-accounting")
 

@@ -126,10 +126,10 @@ def fingerprint(settings: Config) -> str:
 
     A key that a later version adds changes no fingerprint while it has its default. Nor does PINNED in overrides: presets say
     it since embeddings are trained by default, and it is what they meant before. Nor does independent noise, for which the
-    same is true.
+    same is true, and which is all that there can be without a budget.
     """
     plain = Config().to_dict()
-    plain["training"]["bands"] = 1
+    plain["training"]["bands"] = None if settings.budget.epsilon is None and settings.training.bands is None else 1
     about = {
         f"{section}.{name}": value
         for section, keys in settings.to_dict().items()
