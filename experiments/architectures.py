@@ -161,6 +161,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {  # where sizes by name do not fit toget
         "conv_kernel_size": 3,
     },
     "NeoMMEForMaskedLM": {"head_dim": 16},
+    "PerceiverForSequenceClassification": {
+        "num_latents": 4,
+        "d_latents": 16,
+        "num_self_attends_per_block": 2,
+        "num_self_attention_heads": 2,
+        "num_cross_attention_heads": 2,
+    },
+    "TextNetForImageClassification": {"stem_out_channels": 8, "image_size": 32, "hidden_sizes": [8, 8, 16, 16, 16]},
+    "ZambaForSequenceClassification": {"attention_hidden_size": 32, "attention_head_dim": 16},
     "HunYuanDenseV1ForSequenceClassification": _HEADS,
     "HunYuanMoEV1ForSequenceClassification": _HEADS,
     "MinistralForSequenceClassification": _HEADS,
@@ -237,12 +246,25 @@ def inputs(kind: str, model: torch.nn.Module) -> dict[str, Tensor]:
     if kind == "audio" and hasattr(model.config, "num_mel_bins") and model.main_input_name != "input_features":
         shape = (EXAMPLES, model.config.max_length, model.config.num_mel_bins)
         return {model.main_input_name: torch.randn(shape, generator=generator, dtype=torch.float64)}
+    width = _features(model.config)
+    if kind == "audio" and model.main_input_name == "input_features" and width:
+        shape = (EXAMPLES, 24, width)
+        return {"input_features": torch.randn(shape, generator=generator, dtype=torch.float64)}
     if kind == "audio":
         return {model.main_input_name: torch.randn(EXAMPLES, WAVE, generator=generator, dtype=torch.float64)}
     ids = torch.randint(4, 40, (EXAMPLES, LENGTH), generator=generator)
     end = getattr(model.config, "eos_token_id", None)
     ids[:, -1] = end if isinstance(end, int) else 2  # which some classifiers look for
     return {"input_ids": ids, "decoder_input_ids": ids.flip(1)} if kind == "text to text" else {"input_ids": ids}
+
+
+def _features(config: Any) -> int | None:
+    """How many numbers a model of speech wants for each moment."""
+    for part in (config, getattr(config, "encoder_config", None)):
+        for name in ("feature_projection_input_dim", "num_mel_bins", "input_dim"):
+            if isinstance(getattr(part, name, None), int):
+                return getattr(part, name)
+    return None
 
 
 class Doubled(TorchFunctionMode):
@@ -262,8 +284,8 @@ def loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
     given = dict(batch)
     weight = given.pop("weight")
     options = {"use_cache": False} if "input_ids" in given else {}
-    if model.config.model_type == "reformer":
-        model.train()  # it has no backward pass in evaluation mode; there is no dropout
+    if model.config.model_type in ("reformer", "levit"):
+        model.train()  # in evaluation mode they have no backward pass, or keep their biases; there is no dropout
     with Doubled():
         try:
             y = model(**given, **options)

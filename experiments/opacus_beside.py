@@ -6,7 +6,8 @@
     python experiments/opacus_beside.py examples/opacus/mnist.py --seeds 3 --with rgp
 
 The example runs as it stands; `rgp.privatize` is replaced by a run of Opacus (hooks, Poisson sampling) with the same model, data,
-optimizer, sigma, clip and number of steps, and `nn.LSTM` by its DPLSTM. Seeds are added to the example's own manual_seed.
+optimizer, sigma, clip and number of steps, `nn.LSTM` by its DPLSTM, and `inplace=True` by False.
+Seeds are added to the example's own manual_seed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class OpacusRun:
         self.noise_multiplier, self.clip_norm, self._delta = given.sigma, options["clip"], given.delta
         self._augment, self._scheduler = options.get("augment") or (lambda batch: batch), options.get("scheduler")
         loader = DataLoader(dataset, batch_size=options["batch_size"], collate_fn=options.get("collate_fn"))
+        for module in model.modules():
+            if getattr(module, "inplace", False):
+                module.inplace = False  # its backward hooks cannot bear it
         self._engine = PrivacyEngine()
         self._wrapped, self._optimizer, self._loader = self._engine.make_private(
             module=model,

@@ -146,3 +146,29 @@ def test_check_of_a_model_that_draws_random_numbers(draw):
         return (model(batch) - batch).square().mean() * model(batch).std().detach()
 
     assert not rgp.check(Autoencoder(draw), x, mixing, method=rgp.DPSGD()).ok
+
+
+def test_check_of_a_model_with_constants_in_float32():
+    """The model becomes float64, which its constants, casts and class weights do not know."""
+    table = torch.randn(4, 4, generator=seeded(2))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.layer(x).float() @ torch.ones(4, 4).tril(), table) @ table.to(torch.float32)
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], torch.tensor([1.0, 2, 3, 4]), reduction="none").mean()
+
+    torch.manual_seed(0)
+    batch = [torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 1])]
+    assert rgp.check(Model(), batch, loss, method=rgp.DPSGD()).worst < 1e-12
+    assert torch.get_default_dtype() == torch.float32
+
+    def mixing(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], torch.tensor([1.0, 2, 3, 4]))
+
+    assert not rgp.check(Model(), batch, mixing, method=rgp.DPSGD()).ok

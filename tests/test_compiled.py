@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import rgp
 from helpers import check_exact, privatize, train
@@ -112,8 +114,8 @@ def test_what_is_compiled_after_privatize_runs_as_it_is_written():
 # ---------------------------------------------------------------------- attacks
 
 
-def refused(model: nn.Module, words: str, data: Any = None, **options: Any) -> None:
-    model.compile(backend=QUICK)
+def refused(model: nn.Module, words: str, data: Any = None, *, backend: Any = QUICK, **options: Any) -> None:
+    model.compile(backend=backend)
     data = [(torch.randn(3), i % 2) for i in range(4)] if data is None else data
     with (
         privatize(model, data, clip=1.0, method=rgp.DPSGD(), **options) as run,
@@ -154,6 +156,36 @@ def test_a_model_that_is_another_when_it_is_compiled_is_refused():
         return self.linear(x * 2 if torch.compiler.is_compiling() else x)
 
     refused(Through(mixing), "other per-example gradients than the same model uncompiled")
+
+
+def test_code_that_a_compiler_generated_wrong_is_refused():
+    """The rehearsal compares what the model's own backend made, not the graph before it."""
+
+    def forward(graph: fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def backward(graph: fx.GraphModule, inputs: Any) -> Any:
+        def wrong(*args: Any) -> Any:
+            return [g * 1.01 if isinstance(g, Tensor) and g.dim() > 1 else g for g in graph.forward(*args)]
+
+        return make_boxed_func(wrong)
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    refused(
+        Through(lambda self, x: self.linear(x)),
+        "other per-example gradients than the same model uncompiled",
+        backend=backend,
+    )
+
+
+@pytest.mark.slow
+def test_inductor_and_convolutions():
+    """Windows of an image are not read by strides, which inductor lays out in its own way."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2), nn.Flatten(), nn.Linear(16, 4)
+    )
+    model.compile(backend="inductor")
+    check_exact(model, [(torch.randn(3, 6, 6), i % 4) for i in range(6)], losses, method=rgp.DPSGD())
 
 
 def test_two_graphs_are_refused():

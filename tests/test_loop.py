@@ -61,6 +61,7 @@ def test_epsilon_grows_from_zero():
     for batch in run:
         if run.step(loss_of(model, batch)):
             spent.append(run.epsilon())
+            assert spent[-1] <= run.epsilon(quick=True) <= 1.02 * spent[-1]
     assert spent[0] == 0
     assert spent == sorted(set(spent))
     assert run.epsilon(delta=1e-3) < spent[-1]

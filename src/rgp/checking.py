@@ -21,6 +21,7 @@ from rgp.clipping import Gradients
 from rgp.errors import UnsupportedError
 from rgp.methods import RGP, Method
 from rgp.plan import make_plan
+from rgp.rules.forms import is_in_place
 from rgp.slots import CarriedSlot, DeferredSlot, make_slot
 from rgp.streams import Streams
 from rgp.torchstate import as_tree, is_compiled, uncompiled
@@ -65,7 +66,8 @@ def check(
 
     batch: a micro-batch as the training loop would see it; tensors in it have the examples first.
     loss_fn: `loss_fn(model, batch)`, the loss as the training loop computes it.
-    double: work on a float64 copy of the model, in evaluation mode so that dropout does not differ.
+    double: work on a float64 copy of the model, in evaluation mode so that dropout does not differ. Constants in float32, and
+        casts to it, become float64 on the way.
 
     Finds wrong layouts, operations without exact rules, and losses that mix examples, such as a mean over all tokens.
     What the model draws from torch's generators for an example in the batch, it gets again when that example is alone.
@@ -85,6 +87,7 @@ def check(
     m = len(tensors[0])
     if double:
         batch = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
+        loss_fn = _in_float64(loss_fn)
     draws = _Draws(m)
     with draws:
         layout = _captured(model, batch, loss_fn, method, m, loss_reduction)
@@ -141,6 +144,40 @@ def _captured(model, batch, loss_fn, method, m, loss_reduction):
             found = list(columns / slot.entry.scale) if slot.used else None
         layout[name] = (slot, found)
     return layout
+
+
+def _in_float64(loss_fn: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    def wide(model: nn.Module, batch: Any) -> Tensor:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with _Wide():
+                return loss_fn(model, batch)
+        finally:
+            torch.set_default_dtype(before)
+
+    return wide
+
+
+class _Wide(TorchFunctionMode):
+    """Keeps a float64 model in float64 where it casts to float32 or meets a constant in float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is Tensor.float:
+            func = Tensor.double
+        with torch._C.DisableTorchFunction():
+            dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            # what is changed in place has to stay what it is
+            both = {torch.float32, torch.float64} <= dtypes and not is_in_place(func, args, kwargs)
+
+        def widened(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.double() if both and leaf.dtype is torch.float32 else leaf
+            return torch.float64 if leaf is torch.float32 else leaf
+
+        args, kwargs = tree_map(widened, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 class _Draws(TorchFunctionMode):
