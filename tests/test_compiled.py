@@ -213,3 +213,65 @@ def test_mean_over_labels_inside_the_graph_is_refused():
         x, y = next(batches)
         with pytest.raises(rgp.UnsupportedError, match="do not count equally"):
             run.step(model(x, y))
+
+
+# ---------------------------------------------------------------------- with what else a run may have
+
+OPTIONS = {
+    "views": {"views": 2, "augment": lambda batch: [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]]},
+    "persons": {"units": [i // 3 for i in range(24)], "rows_per_unit": 2, "batch_size": 3},
+    "alternate": {"method": rgp.RGP(rank=2, sides="alternate")},
+    "one example": {"microbatch_size": 1},
+    "bands": {"method": rgp.DPSGD(), "bands": 2},
+    "thin": {"method": rgp.RGP(rank=2, keep=4, state="thin")},
+    "automatic clipping": {"clip": rgp.AutoClip(1.0)},
+}
+
+
+def trained(
+    folder: Any, *, compiled: bool, stop: int | None = None, dropout: float = 0.0, **options: Any
+) -> list[Tensor]:
+    """Weights after four noisy steps; with `stop`, saved after so many and resumed by another model."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 3))
+        if compiled:
+            model.compile(backend=QUICK)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    torch.manual_seed(1)
+    data = [(torch.randn(6), i % 3) for i in range(24)]
+    model, optimizer = make()
+    given = {"noise_multiplier": 1.0, "delta": 1e-2, "batch_size": 8, "steps": 4, "seed": 3, "microbatch_size": 3}
+    given |= {"method": rgp.RGP(rank=2), "folder": folder, **options}
+    run = rgp.privatize(model, optimizer, data, **given)
+    done = 0
+    for batch in run:
+        done += run.step(losses(model, batch).mean())
+        if done == stop:
+            break
+    if stop is not None:
+        run.save(folder)
+        run.close()
+        model, optimizer = make()
+        run = rgp.resume(folder, model, optimizer, data)
+        train(run, model, losses)
+    run.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_with_options(tmp_path, name):
+    found = [trained(tmp_path / str(compiled), compiled=compiled, **OPTIONS[name]) for compiled in (True, False)]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_run_with_dropout_resumes_to_the_bit(tmp_path):
+    whole = trained(tmp_path / "whole", compiled=True, dropout=0.3)
+    parts = trained(tmp_path / "parts", compiled=True, dropout=0.3, stop=2)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
