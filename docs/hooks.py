@@ -16,6 +16,7 @@ OUTSIDE = [
     "CHANGELOG.md",
     "benchmarks/*.md",
 ]  # of the repository, shown under project/
+LISTS = {"mutants.md", "architectures.md", "project/CHANGELOG.md"}  # long lists of words: last in a search
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 
@@ -40,6 +41,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if page.file.src_uri in LISTS:
+        page.meta["search"] = {"boost": 0.2}
     return site_links(markdown, page.file.src_uri, {file.src_uri for file in files})
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import rgp
 from helpers import check_exact, privatize, train
@@ -112,8 +114,8 @@ def test_what_is_compiled_after_privatize_runs_as_it_is_written():
 # ---------------------------------------------------------------------- attacks
 
 
-def refused(model: nn.Module, words: str, data: Any = None, **options: Any) -> None:
-    model.compile(backend=QUICK)
+def refused(model: nn.Module, words: str, data: Any = None, *, backend: Any = QUICK, **options: Any) -> None:
+    model.compile(backend=backend)
     data = [(torch.randn(3), i % 2) for i in range(4)] if data is None else data
     with (
         privatize(model, data, clip=1.0, method=rgp.DPSGD(), **options) as run,
@@ -156,6 +158,36 @@ def test_a_model_that_is_another_when_it_is_compiled_is_refused():
     refused(Through(mixing), "other per-example gradients than the same model uncompiled")
 
 
+def test_code_that_a_compiler_generated_wrong_is_refused():
+    """The rehearsal compares what the model's own backend made, not the graph before it."""
+
+    def forward(graph: fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def backward(graph: fx.GraphModule, inputs: Any) -> Any:
+        def wrong(*args: Any) -> Any:
+            return [g * 1.01 if isinstance(g, Tensor) and g.dim() > 1 else g for g in graph.forward(*args)]
+
+        return make_boxed_func(wrong)
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    refused(
+        Through(lambda self, x: self.linear(x)),
+        "other per-example gradients than the same model uncompiled",
+        backend=backend,
+    )
+
+
+@pytest.mark.slow
+def test_inductor_and_convolutions():
+    """Windows of an image are not read by strides, which inductor lays out in its own way."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2), nn.Flatten(), nn.Linear(16, 4)
+    )
+    model.compile(backend="inductor")
+    check_exact(model, [(torch.randn(3, 6, 6), i % 4) for i in range(6)], losses, method=rgp.DPSGD())
+
+
 def test_two_graphs_are_refused():
     def broken(self: Through, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -181,3 +213,65 @@ def test_mean_over_labels_inside_the_graph_is_refused():
         x, y = next(batches)
         with pytest.raises(rgp.UnsupportedError, match="do not count equally"):
             run.step(model(x, y))
+
+
+# ---------------------------------------------------------------------- with what else a run may have
+
+OPTIONS = {
+    "views": {"views": 2, "augment": lambda batch: [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]]},
+    "persons": {"units": [i // 3 for i in range(24)], "rows_per_unit": 2, "batch_size": 3},
+    "alternate": {"method": rgp.RGP(rank=2, sides="alternate")},
+    "one example": {"microbatch_size": 1},
+    "bands": {"method": rgp.DPSGD(), "bands": 2},
+    "thin": {"method": rgp.RGP(rank=2, keep=4, state="thin")},
+    "automatic clipping": {"clip": rgp.AutoClip(1.0)},
+}
+
+
+def trained(
+    folder: Any, *, compiled: bool, stop: int | None = None, dropout: float = 0.0, **options: Any
+) -> list[Tensor]:
+    """Weights after four noisy steps; with `stop`, saved after so many and resumed by another model."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 3))
+        if compiled:
+            model.compile(backend=QUICK)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    torch.manual_seed(1)
+    data = [(torch.randn(6), i % 3) for i in range(24)]
+    model, optimizer = make()
+    given = {"noise_multiplier": 1.0, "delta": 1e-2, "batch_size": 8, "steps": 4, "seed": 3, "microbatch_size": 3}
+    given |= {"method": rgp.RGP(rank=2), "folder": folder, **options}
+    run = rgp.privatize(model, optimizer, data, **given)
+    done = 0
+    for batch in run:
+        done += run.step(losses(model, batch).mean())
+        if done == stop:
+            break
+    if stop is not None:
+        run.save(folder)
+        run.close()
+        model, optimizer = make()
+        run = rgp.resume(folder, model, optimizer, data)
+        train(run, model, losses)
+    run.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_with_options(tmp_path, name):
+    found = [trained(tmp_path / str(compiled), compiled=compiled, **OPTIONS[name]) for compiled in (True, False)]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_run_with_dropout_resumes_to_the_bit(tmp_path):
+    whole = trained(tmp_path / "whole", compiled=True, dropout=0.3)
+    parts = trained(tmp_path / "parts", compiled=True, dropout=0.3, stop=2)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))

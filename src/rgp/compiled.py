@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import Unsupported
 from torch._ops import HigherOrderOperator
@@ -512,9 +511,9 @@ class Region:
     def _make(self, module: fx.GraphModule, inputs: list[Any]) -> Graph:
         try:
             self.graphs += 1
-            # a rehearsal leaves out dropout, so its graph is used once
-            backend = aot_eager if self._capture.rehearsing else self._backend
-            return Graph(module, inputs, backend=backend, capture=self._capture, model=self._model)
+            # a rehearsal's graph, without dropout, is used once; it has the same backend, because code that a compiler generates
+            # is not always right
+            return Graph(module, inputs, backend=self._backend, capture=self._capture, model=self._model)
         except Exception as error:
             self._refusal = error
             raise

@@ -279,7 +279,9 @@ def test_an_attack_that_finds_nothing_is_said_to_find_nothing():
     assert better_than_a_coin([("a", bad), ("b", bad)]).startswith("No row here has more right guesses than a coin")
     both = better_than_a_coin([("a", good), ("b", bad)])
     assert "More right guesses than a coin: a." in both and "No more than a coin: b." in both
-    assert "coin has: a, b." in better_than_a_coin([("a", good), ("b", good)]) and better_than_a_coin([("a", {})]) == ""
+    assert (
+        "than a coin: a, b." in better_than_a_coin([("a", good), ("b", good)]) and better_than_a_coin([("a", {})]) == ""
+    )
 
 
 def test_a_coin_is_what_delta_at_epsilon_zero_allows():

@@ -118,16 +118,18 @@ def test_presets_that_pages_name_exist():
     from rgp.train.config import presets
 
     pages = "\n".join(path.read_text(encoding="utf-8") for path in RUN)
-    named = set(re.findall(r"--preset (\S+)", pages))
+    named = set(re.findall(r"--preset ([\w-]+)", pages))
     assert named and named <= set(presets())
 
 
-@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in sorted(DOCS.rglob("*.md")) if list(blocks(p, "yaml"))], ids=lambda p: p.stem
+)
 def test_settings_on_a_page_are_settings(path, tmp_path, monkeypatch):
     """YAML on a page is a config that `rgp train` reads, or a space that `rgp tune` searches."""
     pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
-    for name in ("reviews.csv", "stories.txt"):  # the reader's own
+    for name in ("reviews.csv", "stories.txt", "visits.csv"):  # the reader's own
         Path(name).touch()
     for name in ("my-bert", "my-gpt2"):
         Path(name).mkdir()
@@ -144,6 +146,13 @@ def wrong_settings(code, file):
         import yaml
 
         changes, code = [f"{key}={values[0]}" for key, values in yaml.safe_load(code).items()], "{}"
+    elif "training:" not in code:  # a part of a config: the sections that the page does not speak of
+        rest = {
+            "model": "{name: ./my-bert}",
+            "training": "{batch_size: 100, epochs: 3, clip: 1}",
+            "budget": "{epsilon: 8}",
+        }
+        code += "".join(f"\n{key}: {value}" for key, value in rest.items() if f"{key}:" not in code)
     file.write_text(code)
     try:
         load(file, preset="digits-rgp" if changes else None, changes=changes)

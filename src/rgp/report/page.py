@@ -285,4 +285,4 @@ def _legend(runs: Sequence[RecordedRun]) -> Html:
 def _device(run: RecordedRun) -> str:
     threads = run.number("threads")
     device = run.text("device")
-    return f"{device}, {threads:.0f} threads" if device == "cpu" and threads else device
+    return f"{device}, {threads:.0f} thread{'s' if threads > 1 else ''}" if device == "cpu" and threads else device

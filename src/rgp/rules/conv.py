@@ -109,15 +109,14 @@ def _pieces(m: int, entries: int, device: torch.device) -> Iterator[slice]:
 
 def unfold(x: Tensor, kernel, stride, dilation) -> Tensor:
     """Windows of x (m, c, *in) as (m, c prod(kernel), prod(out)), kernel index inside the channel index."""
-    # a strided view and one copy: ten times faster than F.unfold on CPU, and any number of dimensions
-    m, c, *size = x.shape
-    out = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
-    x = x.contiguous()
-    steps = x.stride()[2:]
-    strides = [a * d for a, d in zip(steps, dilation, strict=True)] + [
-        a * s for a, s in zip(steps, stride, strict=True)
-    ]
-    return x.as_strided((m, c, *kernel, *out), (*x.stride()[:2], *strides)).reshape(m, c * prod(kernel), prod(out))
+    # views and one copy: ten times faster than F.unfold on CPU, and any number of dimensions. Not as_strided, which a compiler
+    # that lays tensors out in its own way gets wrong (inductor of torch 2.13)
+    n, windows = len(kernel), x.contiguous()
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
+        windows = windows.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
+    out = windows.shape[2 : 2 + n]
+    windows = windows.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
+    return windows.reshape(x.shape[0], x.shape[1] * prod(kernel), prod(out))
 
 
 def each(value, n: int) -> tuple[int, ...]:
