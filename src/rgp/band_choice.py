@@ -20,7 +20,6 @@ from rgp.validate import check_count, check_positive
 SAME = 1.01  # two numbers of bands whose noise differs by less than this ratio count as equal: the smaller one wins
 WORTH = 1.05  # and against independent noise, whose single steps are quieter, correlated noise must win by this one
 _ROUGH = 1.25  # how far Rényi accounting with a few orders may be off when two numbers of bands are compared
-_SLACK = 1.003  # sigmas are compared to a thousandth
 _SPACING = 1.4  # ratio of neighbouring numbers of bands that `choose` looks at
 
 
@@ -66,7 +65,6 @@ def choose(
     stay: int | None = None,
     vector_bytes: int = 0,
     most_bytes: float = math.inf,
-    most_step_factor: float = math.inf,
 ) -> Choice:
     """The number of bands with the least noise in the weights over the run, from public numbers alone.
 
@@ -75,11 +73,9 @@ def choose(
     stay: steps for which carriers stay. Past noise counts as lost when they turn, so no more is promised than is delivered;
         and noise is not taken back over more steps than that.
     vector_bytes, most_bytes: b - 1 vectors of this size are kept, and may take that much
-    most_step_factor: the noise of a single step may become this many times larger
 
     Formal guarantees (tests/test_bands.py): bands x batch_size <= dataset_size; bands <= stay;
-    (bands - 1) x vector_bytes <= most_bytes; step_factor <= most_step_factor unless noise is independent; `calibrate` of the
-    chosen number gives the noise multiplier.
+    (bands - 1) x vector_bytes <= most_bytes; `calibrate` of the chosen number gives the noise multiplier.
     """
     check_count("steps", steps, least=1)
     check_count("dataset_size", dataset_size, least=1)
@@ -96,8 +92,6 @@ def choose(
     sigma = 1.0
     for b, c in by_bands.items():
         sigma = _approximate_sigma(lambda e: rough_epsilon(merge(e), delta), b, *budget, guess=sigma)
-        if b > 1 and sigma * noise_of_a_step(c, steps, stay=stay) > _ROUGH * most_step_factor * rough[1][0]:
-            continue
         rough[b] = (sigma, sigma * noise_in_weights(c, steps, momentum=momentum, stay=stay)[0])
     least = min(noise for _, noise in rough.values())
 
@@ -107,9 +101,7 @@ def choose(
     sigmas, noise = {}, {}
     for b in (b for b, (_, value) in rough.items() if b == 1 or value <= _ROUGH * least):
         sigmas[b] = _approximate_sigma(cost, b, *budget, guess=rough[b][0])
-        single = sigmas[b] * noise_of_a_step(by_bands[b], steps, stay=stay)
-        if b == 1 or single <= most_step_factor / _SLACK * sigmas[1]:
-            noise[b] = sigmas[b] * noise_in_weights(by_bands[b], steps, momentum=momentum, rates=rates, stay=stay)[0]
+        noise[b] = sigmas[b] * noise_in_weights(by_bands[b], steps, momentum=momentum, rates=rates, stay=stay)[0]
     best = min(b for b, value in noise.items() if value <= SAME * min(noise.values()))
     best = 1 if noise[1] <= WORTH * noise[best] else best
     return evaluate(

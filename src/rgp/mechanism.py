@@ -51,14 +51,13 @@ class Workload:
     """What becomes of the noise: the optimizer's momentum and rates, as far as they are known; public.
 
     stay: steps for which carriers stay; None if they never turn.
-    most_bands, most_step_factor: limits of "auto": what memory allows, and how much larger the noise of a single step may be.
+    most_bands: what memory allows "auto" to keep.
     """
 
     momentum: float = 0.0
     rates: Sequence[float] | None = None
     stay: int | None = None
     most_bands: int = 1 << 40
-    most_step_factor: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +377,6 @@ def _bands(
             batch_size=batch_sizes[0],
             vector_bytes=1,
             most_bytes=workload.most_bands - 1,
-            most_step_factor=workload.most_step_factor,
         )
     else:
         chosen = band_choice.evaluate(check_count("bands", bands), sampling_rate=batch_sizes[0] / size, **asked)

@@ -118,8 +118,8 @@ def privatize(
     max_batch: cap on a drawn batch, with the accounting that belongs to it.
     bands: over how many steps noise is correlated: each step takes back part of what earlier ones added, so that less of it
         stays in the weights. 1 is independent noise; "auto" finds the best number for a budget, and run.mechanism says
-        what it is worth. RGP needs carriers that stay for it, RGP(keep=K). By default it is "auto" where that can be used
-        with learning rates as they are, and 1 elsewhere; a warning says so. docs/correlated-noise.md
+        what it is worth. RGP needs carriers that stay for it, RGP(keep=K). By default it is "auto" for SGD with a budget,
+        where it pays, and 1 elsewhere; a warning says so. docs/correlated-noise.md
     loss_reduction: how the loss of a micro-batch was reduced over its examples: "mean", "sum", or "none" for a vector
         of one loss per example, the right choice wherever the mean would mix examples (a mean over all tokens).
     scheduler: its step() is called once per logical step.
@@ -192,10 +192,10 @@ def privatize(
         max_batch=max_batch,
         spent=[event for one in earlier for event in one.events],
         bands=bands,
-        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, length, by_default=by_default),
+        workload=None if bands == 1 else workload_of(model, plan, optimizer, scheduler, length),
     )
     if by_default and mechanism.bands > 1 and ranks.first:
-        warnings.warn(default_note(mechanism, optimizer))
+        warnings.warn(default_note(mechanism))
     check_carriers(method, mechanism.bands)
     mechanism.clip.groups([e.name for e in plan.trained])
     if (after is None or earlier) and min(mechanism.sigmas) > 0:

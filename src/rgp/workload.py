@@ -17,11 +17,9 @@ from torch.optim import lr_scheduler
 from rgp.accounting import Budget
 from rgp.mechanism import Mechanism, Workload
 from rgp.methods import Method
-from rgp.optimizers import AdamCorrected
 from rgp.plan import Plan
 
 LEAST_MEMORY = 1 << 30  # bytes that past noise may take on any machine that trains
-CALM = 2.5  # by default, how much noisier single steps may get for an optimizer that divides by them; measured on SST-2
 # their next rate is a function of the step and of the rate before
 KNOWN_SCHEDULES = (
     lr_scheduler.LambdaLR,
@@ -42,18 +40,19 @@ def bands_by_default(
     """What bands=None means: "auto" where correlated noise can be used and nothing reads single releases, otherwise 1."""
     refused = budget is None or callable(batch_size) or max_batch is not None
     turning = method.carries and (getattr(method, "keep", 1) == 1 or getattr(method, "sides", None) == "alternate")
-    # These look at one release, or at a few of the last, which are noisier; what is calmer is their sum.
+    # These look at one release, or at a few of the last, which are noisier; what is calmer is their sum. Adam divides by them: at
+    # a rate that was found for independent noise a small BERT lost four points (docs/correlated-noise.md).
     reads_releases = (
         method.power_iteration() is not None
         or getattr(method, "source", None) == "momentum"
-        or isinstance(optimizer, AdamCorrected)
+        or not isinstance(optimizer, torch.optim.SGD)
     )
     return 1 if refused or turning or reads_releases else "auto"
 
 
-def default_note(mechanism: Mechanism, optimizer: torch.optim.Optimizer) -> str:
+def default_note(mechanism: Mechanism) -> str:
     """What a run says where noise is correlated by default."""
-    return f"{mechanism.noise_words()}{rate_words(mechanism, optimizer)}. bands=1 makes it independent."
+    return f"{mechanism.noise_words()}. bands=1 makes it independent."
 
 
 def rate_words(mechanism: Mechanism, optimizer: torch.optim.Optimizer) -> str:
@@ -72,20 +71,14 @@ def workload_of(
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
     steps: int | None,
-    *,
-    by_default: bool = False,
 ) -> Workload:
-    """For this run. steps: None if they are not known yet; the rate then counts as constant.
-
-    by_default: nobody asked for correlated noise, so a learning rate that was found for independent noise must still do.
-    """
+    """For this run. steps: None if they are not known yet; the rate then counts as constant."""
     method = plan.method
     return Workload(
         momentum=momentum_of(optimizer),
         rates=None if steps is None else rates_of(optimizer, scheduler, steps),
         stay=method.keep if method.carries and hasattr(method, "keep") else None,
         most_bands=_bands_in_memory(model, plan),
-        most_step_factor=CALM if by_default and not isinstance(optimizer, torch.optim.SGD) else math.inf,
     )
 
 

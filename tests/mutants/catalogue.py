@@ -903,9 +903,9 @@ CORRELATED = group(
     ),
     mutant(
         "a rate nobody raised",
-        "by default, single steps may become as noisy as they like for Adam",
-        ("workload.py", "CALM if by_default and not isinstance", "math.inf if by_default and not isinstance"),
-        by=(DEFAULT + "test_the_default_keeps_single_steps_calm_for_adam_and_not_for_sgd",),
+        "bands are on by default for Adam, which divides by the noise of single steps",
+        ("workload.py", "        or not isinstance(optimizer, torch.optim.SGD)\n", ""),
+        by=(DEFAULT + "test_elsewhere_noise_is_independent",),
     ),
     mutant(
         "correlated noise under a cap",
