@@ -193,10 +193,11 @@ def main(kills: int, seed: int, longest: float) -> dict[str, object]:
         while total["kills"] < kills:
             mixed = total["runs"] % 2 == 1
             folder = Path(root) / f"run{total['runs']}"
-            finished = False
+            finished, sizes = False, set()
             while not finished:
                 last = total["kills"] >= kills
                 microbatch = rng.choice([MICROBATCH, OTHER_MICROBATCH]) if mixed else MICROBATCH
+                sizes.add(microbatch)
                 finished = life(folder, microbatch, None if last else rng.uniform(0, longest))
                 total["kills"] += not finished
                 if not (folder / "ledger.jsonl").exists():
@@ -207,9 +208,14 @@ def main(kills: int, seed: int, longest: float) -> dict[str, object]:
                 seen = look(folder)
                 print(f"kill {total['kills']:3d}  {'mixed' if mixed else 'plain'}  {seen}", file=sys.stderr, flush=True)
             epsilon = check_epsilon(folder)
-            same = all(torch.equal(v, weights_of(folder)[k]) for k, v in truth.items())
-            if seen["ledger"] == STEPS:
-                assert same, "no new charge was needed, and the weights differ"
+            ended = weights_of(folder)
+            same = all(torch.equal(v, ended[k]) for k, v in truth.items())
+            if seen["ledger"] == STEPS:  # nothing was drawn again: other micro-batches may only have rounded otherwise
+                assert same or sizes != {MICROBATCH}, "no new charge was needed, and the weights differ"
+                for k, v in truth.items():
+                    torch.testing.assert_close(
+                        ended[k], v, rtol=1e-3, atol=1e-4, msg="no new charge, and other weights"
+                    )
             assert mixed or seen["ledger"] == STEPS, "a plain run was charged twice"
             assert not (folder / "secret.json").exists(), "the secret outlived the run"
             assert not list(folder.glob("past-noise*")), "past noise outlived the run"
