@@ -100,7 +100,7 @@ def show_demo(result: dict[str, Any]) -> None:
     first = result["runs"][0]
     attacked = better_than_a_coin([(NAMES[row["name"]], row["attack"]) for row in result["runs"]])
     console.print(
-        f"accuracy: on {first['held_out_rows']} held-out images; two runs with one setting differ by a point. attack finds: "
+        f"accuracy: on {first['held_out_rows']} held-out images; two runs of one method differ by a point or two. attack finds: "
         "right guesses about who was in the training data, ± two standard errors; 50% is a coin. "
         f"{attacked}That an attack fails proves nothing; epsilon does.\n"
     )
