@@ -40,7 +40,7 @@ def main() -> None:
 
     def run(job: dict[str, Any]) -> dict[str, Any]:
         out = given.out / job["name"]
-        every = 20 if given.what in ("tables", "mpnet") else 10**6
+        every = 20 if given.what == "tables" else 30 if given.what == "mpnet" else 10**6
         tuning = given.what in ("tuning", "bands", "mpnet-rates")
         rows = "tuning" if tuning else "few" if given.what == "few" else "tables"
         found = driver.train(job, folders[rows], out, run__eval_every=every)

@@ -222,8 +222,9 @@ class Session:
         try:
             with Signals() as signals:
                 for batch in run:
-                    logits, labels = setup.logits_and_labels(model, batch, parts.device)
-                    loss = setup.losses(logits, labels).mean()
+                    with setup.autocast(self.config.training, parts.device):
+                        logits, labels = setup.logits_and_labels(model, batch, parts.device)
+                        loss = setup.losses(logits, labels).mean()
                     run.step(loss)
                     if not run.rehearsing:
                         seen.add(loss, len(labels), run)

@@ -264,6 +264,11 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, steps: int) 
 # ---------------------------------------------------------------------- batches and losses
 
 
+def autocast(config: TrainingConfig, device: torch.device) -> Any:
+    """What a training pass runs in. Evaluations run in float32: it is the released weights that they measure."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
+
+
 def logits_and_labels(model: nn.Module, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Logits and labels of a batch (x, y), or of a dictionary with "labels" as Hugging Face models take it."""
     if isinstance(batch, (tuple, list)):
