@@ -201,6 +201,31 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_model(tmp_path, monkeypatch, m
     assert [r["step"] for r in folder.RunFolder(tmp_path / "cut").rows(tmp_path / "cut" / "metrics.jsonl")] == [2, 4]
 
 
+def test_products_in_bfloat16(tmp_path, monkeypatch):
+    """training.precision: passes of training run in bfloat16; weights, gradients and evaluations stay in float32."""
+    seen, make = set(), runner.setup.make
+
+    def watched(settings):
+        parts = make(settings)
+        for layer in parts.model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.register_forward_hook(lambda layer, _, out: seen.add((layer.training, out.dtype)))
+        return parts
+
+    monkeypatch.setattr(runner.setup, "make", watched)
+    outs = [tmp_path / "half", tmp_path / "full"]
+    for out, precision in zip(outs, ("bfloat16", "float32"), strict=True):
+        seen.clear()
+        result = rgp(*small(f"training.precision={precision}", "run.seed=1"), "--out", out)
+        assert result.exit_code == 0, result.output
+        assert seen == {(True, getattr(torch, precision)), (False, torch.float32)}
+    half, full = map(weights, outs)
+    assert all(value.dtype == torch.float32 for value in half.values())
+    assert any(not torch.equal(half[name], full[name]) for name in full)
+    for name in full:  # the same noise: what is left is rounding
+        torch.testing.assert_close(half[name], full[name], atol=5e-3, rtol=5e-2)
+
+
 def test_a_second_ctrl_c_does_not_wait():
     with meters.Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
