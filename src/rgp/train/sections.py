@@ -167,7 +167,9 @@ class TrainingConfig:
     microbatch_size: int | None = key(None, whole(1), "examples that go through the model at once (32)")
     max_batch: int | None = key(None, whole(1), "cap on the examples of a step, with the accounting for it")
     precision: str = key(
-        "float32", choice("float32", "bfloat16"), "bfloat16: the model's products (autocast); weights and sums are float32"
+        "float32",
+        choice("float32", "bfloat16"),
+        "bfloat16: the model's products (autocast); weights and sums are float32",
     )
     bands: Any = key(
         None, bands(), "steps over which noise is correlated; auto: the best number; null: auto where it pays"
