@@ -253,6 +253,7 @@ def squared_norms(rows: Tensor) -> Tensor:
         return rows.double().square().sum(1)
     squares = torch.linalg.vector_norm(rows.view(len(rows), -1, BLOCK), dim=2).double().square().sum(1)
     strange = ~squares.isfinite() | (squares < TINY)
-    if bool(strange.any()):  # NaN, Inf, or squares beyond float32
-        squares[strange] = rows[strange].double().square().sum(1)
+    for i in strange.nonzero().flatten().tolist():  # NaN, Inf, or squares beyond float32: of confident examples, many
+        blocks = torch.linalg.vector_norm(rows[i].view(-1, BLOCK), dim=1, dtype=torch.float64)
+        squares[i] = blocks.square().sum()
     return squares
