@@ -35,7 +35,7 @@ from rgp.rules.fallback import loop, name_of, with_copies
 from rgp.rules.forms import make_form
 from rgp.rules.owners import Owned, Owners
 from rgp.slots import Slot
-from rgp.torchstate import saved_tensors_hooks
+from rgp.torchstate import HALF, saved_tensors_hooks, without_autocast
 
 _saved_tensors_hooks = saved_tensors_hooks()
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ class Capture(TorchFunctionMode):
     While it is on the stack it also refuses what would go around the engine: `loss.backward()` and gradient clipping.
     """
 
-    tracing = False  # whether a graph is being made, and tensors have no numbers to look at (compiled.py)
+    tracing = False  # whether a graph is being made, and tensors have no numbers to look at (compiled/)
 
     def __init__(self, slots: Mapping[int, Slot], *, sharded: bool = False, model: nn.Module | None = None) -> None:
         """model: whose buffers are known not to come from the batch."""
@@ -73,7 +73,10 @@ class Capture(TorchFunctionMode):
         self.looped: set[tuple[str, tuple[str, ...]]] = set()  # operations and parameters the fallback was used for
         self.uneven: list[Node] = []  # means of this micro-batch with a divisor that is not the same for all examples
         self.rehearsing = False  # whether dropout is left out, and outputs are noted (checks/rehearsal.py)
-        self.rehearsing_compiled = False  # whether compiled modules run compiled in a rehearsal (compiled.py)
+        self.rehearsing_precisely = (
+            False  # whether autocast is left out too: its rounding would look like a small coupling
+        )
+        self.rehearsing_compiled = False  # whether compiled modules run compiled in a rehearsal (compiled/)
         self.outputs: list[Output] = []  # outputs of operations with trained parameters, during a rehearsal
 
     def names(self) -> dict[int, str]:
@@ -183,7 +186,11 @@ class Capture(TorchFunctionMode):
             return dropped
         if self.rehearsing and func in DROPOUT_AT:
             args, kwargs = _without_dropout(DROPOUT_AT[func], args, kwargs)
-        result = self._operate(func, args, kwargs)
+        if self.rehearsing_precisely and not any(tensor.dtype in HALF for tensor in tensors_in((args, kwargs))):
+            with without_autocast():
+                result = self._operate(func, args, kwargs)
+        else:
+            result = self._operate(func, args, kwargs)
         self._note(func, args, kwargs, result)
         if func in MEANS and result.requires_grad and result.dim() == 0:
             self._note_mean(func, args, kwargs, result)

@@ -248,7 +248,7 @@ def assemble(
 ) -> Run:
     """Put the parts of a run together. `privatize` and `resume` both end here, where nothing is left to decide.
 
-    called: what the loop calls, if torch.compile wrapped the model (compiled.py).
+    called: what the loop calls, if torch.compile wrapped the model (compiled/).
     """
     rules.load()
     if plan.method.private and loading.members is None:

@@ -137,6 +137,7 @@ class Step:
         else:
             self.gradients.begin(len(current.units), current.group)
         self.capture.rehearsing = current.trial is not None
+        self.capture.rehearsing_precisely = current.trial is not None and current.trial.precise
         self.capture.rehearsing_compiled = current.trial is not None and current.trial.compiled
         if not self.plain:
             self.capture.begin(current.examples)

@@ -206,3 +206,38 @@ def test_plain_training_is_still_refused():
 
     with private(model) as run, pytest.raises(rgp.WrongUseError, match=r"call run\.step\(loss\) in place of"):
         train(run)
+
+
+class Rounded(nn.Module):
+    """Its rounding depends on the batch, as that of other kernels for other lengths does: a lot of it in bfloat16 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        offset = 16 * hidden.detach().abs().max()
+        return self.second((hidden + offset) - offset)
+
+
+def test_the_rounding_of_autocast_is_no_coupling():
+    torch.manual_seed(0)
+    model = Rounded()
+    with private(model) as run:
+        for x, y in run:
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(x)
+            run.step(F.cross_entropy(outputs.float(), y))
+    assert run.step_index == 2
+
+
+def test_a_small_coupling_does_not_hide_in_the_rounding_of_autocast():
+    model = net()
+    model[0].register_forward_hook(lambda _module, _args, h: h.float() * (1 + 0.001 * torch.tanh(h.sum())))
+    run = private(model)
+    with pytest.raises(rgp.UnsupportedError, match="the examples of a batch"), run:  # noqa: PT012
+        for x, y in run:
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(x)
+            run.step(F.cross_entropy(outputs.float(), y))

@@ -547,6 +547,15 @@ PRIVATE = group(
         by=("hostile/test_silent_ways.py::test_06_norms_and_sums_are_computed_outside_of_autocast_at_full_precision",),
     ),
     mutant(
+        "rehearsed under autocast",
+        "small couplings hide in the rounding of bfloat16, and large rounding is taken for one",
+        ("step.py", "current.trial is not None and current.trial.precise", "False"),
+        by=(
+            "checks/test_no_false_alarm.py::test_the_rounding_of_autocast_is_no_coupling",
+            "checks/test_no_false_alarm.py::test_a_small_coupling_does_not_hide_in_the_rounding_of_autocast",
+        ),
+    ),
+    mutant(
         "a secret left behind",
         "what a killed process had written of the secret stays in the folder",
         ("files.py", "for name in (path.name, path.name + NEW):", "for name in (path.name,):"),
@@ -717,6 +726,12 @@ ACCOUNTING = group(
         "hashes are not compared",
         ("ledger.py", '            right = record["hash"] == _hash(record) and', "            right = True or"),
         by=("test_ledger.py::test_every_edit_is_noticed",),
+    ),
+    mutant(
+        "what is on record is forgotten when a resumed run is saved",
+        "a second kill, before the steps on record were repeated, charges them twice",
+        ("checkpoint.py", '"replay_from": run.releases.replay_from}', '"replay_from": run.ledger.count}'),
+        by=("test_checkpoint.py::test_saved_again_before_what_is_on_record_was_repeated",),
     ),
     mutant(
         "an older ledger believed",
@@ -1170,20 +1185,20 @@ COMPILED = group(
     mutant(
         "a gradient goes around the rules of a compiled graph",
         "the sink takes an ordinary gradient, and drops it",
-        ("compiled.py", "            if g is not None:\n", "            if False:\n"),
-        by=("test_compiled.py::test_parameter_that_goes_around_the_rules_is_refused",),
+        ("compiled/tracing.py", "            if g is not None:\n", "            if False:\n"),
+        by=("compiled/test_compiled.py::test_parameter_that_goes_around_the_rules_is_refused",),
     ),
     mutant(
         "the order of picked rows is not looked at when a graph runs",
         "rows of one example count for another",
-        ("compiled.py", "        if broken:\n", "        if False:\n"),
-        by=("test_compiled.py::test_rows_in_another_order_are_refused",),
+        ("compiled/graph.py", "        if broken:\n", "        if False:\n"),
+        by=("compiled/test_compiled.py::test_rows_in_another_order_are_refused",),
     ),
     mutant(
         "a compiled model is not compared with the model as it is written",
         "a model that does something else when it is compiled is trained without a check",
         ("checks/rehearsal.py", "        if self._compiled and self._first is None:\n", "        if False:\n"),
-        by=("test_compiled.py::test_a_model_that_is_another_when_it_is_compiled_is_refused",),
+        by=("compiled/test_compiled.py::test_a_model_that_is_another_when_it_is_compiled_is_refused",),
     ),
 )
 

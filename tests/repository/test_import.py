@@ -1,4 +1,4 @@
-"""`import rgp` is cheap: no framework, no plotting, no accounting library before it is needed."""
+"""`import rgp` is cheap: no framework, no plotting, no accounting library, no compiler before it is needed."""
 
 import subprocess
 import sys
@@ -14,6 +14,8 @@ HEAVY = (
     "safetensors",
     "randomgen",
     "sklearn",
+    "torch._dynamo",
+    "rgp.compiled",
 )
 
 

@@ -128,13 +128,15 @@ class Rehearsal:
             return
         m = min(EXAMPLES, len(items), self._loading.microbatch_size or EXAMPLES)
         chosen, spare = list(range(m)), [*range(m, len(items)), *range(m)]
+        if self._compiled and self._first is None:
+            written, compiled = self._trial(items, chosen), self._trial(items, chosen)
+            written.precise = compiled.precise = False
+            compiled.compiled = True
+            yield written
+            yield compiled
+            self._check_compiled(written, compiled)
         natural = self._trial(items, chosen)
         yield natural
-        if self._compiled and self._first is None:
-            compiled = self._trial(items, chosen)
-            compiled.compiled = True
-            yield compiled
-            self._check_compiled(natural, compiled)
         if m == 1:
             yield self._trial(items, [max(range(1, len(items)), key=lambda i: magnitude(items[i]))])
             yield from self._ask_again(natural, items, chosen)

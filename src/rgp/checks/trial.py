@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rgp.checks.sketches import sketch
-from rgp.torchstate import as_tree, forked_rng, has_rows, kept_rng, seed_others
+from rgp.torchstate import HALF, as_tree, forked_rng, has_rows, kept_rng, seed_others
 
 Sketches = Mapping[str, Tensor]  # parameter -> (m, 3): norm and two projections of each example's gradient, float64
 
@@ -27,6 +27,7 @@ class Trial:
     examples: int
     seed: int
     drew: bool  # whether making the batch, or the loop, drew random numbers
+    precise: bool = True  # whether autocast is left out
     compiled: bool = False  # whether compiled modules run compiled, without hooks
     weights: Tensor | None = None  # shows whether another trial had the same
     sketches: Sketches = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Trial:
             for kept, tensors in ((self.inputs, (args, kwargs)), (self.outputs, as_tree(outputs))):
                 for leaf in tree_leaves(tensors):
                     if has_rows(leaf, self.examples) and (leaf.is_floating_point() or kept is self.inputs):
-                        self.coarse |= leaf.dtype in (torch.float16, torch.bfloat16)
+                        self.coarse |= leaf.dtype in HALF
                         kept.append(sketch(leaf.detach().reshape(self.examples, -1))[:, :2])
 
 

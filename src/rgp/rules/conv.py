@@ -97,7 +97,7 @@ class Geometry:
 
 def _pieces(m: int, entries: int, device: torch.device) -> Iterator[slice]:
     """Cut m examples into equal pieces, on CPU so small that what is unfolded stays in the cache until it is multiplied."""
-    if not isinstance(m, int):  # a symbol, while a graph is made (compiled.py)
+    if not isinstance(m, int):  # a symbol, while a graph is made (compiled/)
         return iter((slice(None),))
     few = m
     if device.type == "cpu":

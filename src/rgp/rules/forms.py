@@ -40,7 +40,7 @@ class FormSlot(Slot):
         made_by: tuple[Any, Any, Any],
         assume: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """assume: takes what is to be checked when the graph runs that is being made now (compiled.py)."""
+        """assume: takes what is to be checked when the graph runs that is being made now (compiled/)."""
         first = parents[0][1].entry
         super().__init__(replace(first, shape=tuple(graph.shape), treatment="exact", rank=0, scale=1.0))
         self._graph, self._parents, self._made_by = graph, parents, made_by

@@ -137,7 +137,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def _group_norm_of_symbols(ctx, g, x, mean, rstd, weight):
-    """The backward pass while a graph is made (compiled.py): the number of groups must not depend on that of examples."""
+    """The backward pass while a graph is made (compiled/): the number of groups must not depend on that of examples."""
     (N, C), positions = x.shape[:2], x.shape[2:].numel()
     slot_w, slot_b = ctx.slots
     if slot_w is not None:

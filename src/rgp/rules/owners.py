@@ -59,7 +59,7 @@ class Owners:
     """Keeps the owners of picked rows through one micro-batch."""
 
     def __init__(self, assume: Callable[[Tensor], None] | None = None) -> None:
-        """assume: takes what is to be checked when the graph runs that is being made now (compiled.py)."""
+        """assume: takes what is to be checked when the graph runs that is being made now (compiled/)."""
         self._assume = assume
         self._known: dict[int, tuple[weakref.ref[Tensor], Owned | None]] = {}
 
