@@ -33,9 +33,11 @@ test: lint
 test-slow: setup  # what `make test` leaves out: minutes each, or the long form of a test that is in it
 	$(BIN)/pytest -m slow -n 2 --dist worksteal
 
-torture: setup  # kill a training process at 50 random moments
+torture: setup  # kill a training process at 50 random moments, and a search
 	$(BIN)/python tests/torture/kill.py --kills 50
 	$(BIN)/python tests/torture/kill.py --kills 50 --bands 3
+	$(BIN)/python tests/torture/kill_tune.py --kills 40
+	$(BIN)/python tests/torture/kill_tune.py --kills 150 --sweep
 
 attack-suite: setup  # scripts that once got an epsilon that is too small; each has to be refused, noticed or bounded
 	$(BIN)/pytest tests/hostile -m ""

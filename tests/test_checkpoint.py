@@ -106,6 +106,19 @@ def test_killed_over_and_over(tmp_path):
     assert same(weights(run), weights(truth)) and run.ledger.count == STEPS
 
 
+@pytest.mark.parametrize("bands", [1, 2])
+def test_saved_again_before_what_is_on_record_was_repeated(tmp_path, bands):
+    """`rgp train` saves as soon as it has resumed; a second kill right after that charges nothing twice either."""
+    options = {"bands": bands, "method": rgp.RGP(rank=2, keep=1 if bands == 1 else 4)}
+    truth = uninterrupted(**options)
+    crashed(tmp_path, **options)
+    for _ in range(2):
+        again(tmp_path).save(tmp_path)
+    run = again(tmp_path)
+    train(run)
+    assert same(weights(run), weights(truth)) and run.ledger.count == STEPS
+
+
 def test_a_run_in_memory_goes_on_disk_when_it_is_saved(tmp_path):
     run = start()
     train(run, 3)

@@ -136,7 +136,8 @@ def _state(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
         "format": FORMAT,
         "version": __version__,
         **run.state(),
-        "ledger": {"count": run.ledger.count, "head": run.ledger.head},
+        # replay_from: releases after the checkpoint that are on record stay repeatable, also if it is saved again before they are
+        "ledger": {"count": run.ledger.count, "head": run.ledger.head, "replay_from": run.releases.replay_from},
         "settings": {**run.mechanism.to_json(), **run.loading.to_json()},
         "method": run.plan.method.to_json(),
         "plan": [asdict(entry) for entry in run.plan],
@@ -313,7 +314,7 @@ def resume(
         same or ledger.count == state["ledger"]["count"]
     ):  # a run that cannot be repeated starts a new chain: see release.py
         past = _read_past_noise(folder / (PAST_NOISE + name), state.get("past_noise", 0), ranks)
-    replay_from = state["ledger"]["count"] if same else ledger.count
+    replay_from = state["ledger"].get("replay_from", state["ledger"]["count"]) if same else ledger.count
     run.load(state, kinds, initial, private, replay_from=replay_from, past_noise=past)
     run.secret_file = folder / SECRET
     if secret is None and not run.finished and ranks.first:

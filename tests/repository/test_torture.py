@@ -1,4 +1,4 @@
-"""The short version of tests/torture/kill.py, which `make torture` runs with 50 kills."""
+"""The short versions of tests/torture/kill.py and kill_tune.py, which `make torture` runs with many kills."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "torture" / "kill.py"
+FOLDER = Path(__file__).parents[1] / "torture"
+SCRIPT = FOLDER / "kill.py"
 
 
 @pytest.mark.parametrize("bands", ["1", "3"])
@@ -20,3 +21,13 @@ def test_killed_training_loses_no_release_and_gives_the_same_weights(bands):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["kills"] == 5 and found["identical"] >= 1
+
+
+def test_a_killed_search_stays_one_search():
+    pytest.importorskip("typer")
+    pytest.importorskip("sklearn")
+    command = [sys.executable, str(FOLDER / "kill_tune.py"), "--kills", "2", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TORTURE_STEPS": "6"})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kills"] == 2 and found["seeded, and identical"] >= 1

@@ -20,18 +20,18 @@ import logging
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 import dp_accounting
 import torch
 from dp_accounting.pld import PLDAccountant
+from lives import life
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -112,39 +112,6 @@ def child(folder: Path, microbatch: int, out: TextIO) -> None:
 # ---------------------------------------------------------------------- the one who kills
 
 
-def life(folder: Path, microbatch: int, delay: float | None) -> bool:
-    """Start or resume the run in a process of its own, kill it after `delay` seconds of training; True if it finished.
-
-    Forked, because importing torch takes seconds. This process must not run a backward pass itself: autograd's threads
-    would not survive the fork.
-    """
-    end, start = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(end)
-            with os.fdopen(start, "w") as out:
-                child(folder, microbatch, out)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(start)
-    with os.fdopen(end) as out:
-        ready = out.readline() == "ready\n"
-        if ready and delay is not None:
-            time.sleep(delay)
-            os.kill(pid, signal.SIGKILL)
-        finished = "finished" in out.read()
-    _, status = os.waitpid(pid, 0)
-    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    if not ready or not (finished or killed):
-        raise RuntimeError("the child failed by itself; its error is above")
-    return finished
-
-
 def look(folder: Path) -> dict[str, int]:
     """The ledger against what the optimizer is known to have applied; raises where they do not fit."""
     ledger = Ledger.open(folder)
@@ -188,7 +155,7 @@ def main(kills: int, seed: int, longest: float) -> dict[str, object]:
     start = time.monotonic()
     total = {"kills": 0, "runs": 0, "identical": 0, "releases repeated for free": 0, "charged again": 0, "torn": 0}
     with tempfile.TemporaryDirectory() as root:
-        assert life(Path(root) / "uninterrupted", MICROBATCH, None)
+        assert life(partial(child, Path(root) / "uninterrupted", MICROBATCH), None)
         truth = weights_of(Path(root) / "uninterrupted")
         while total["kills"] < kills:
             mixed = total["runs"] % 2 == 1
@@ -198,7 +165,7 @@ def main(kills: int, seed: int, longest: float) -> dict[str, object]:
                 last = total["kills"] >= kills
                 microbatch = rng.choice([MICROBATCH, OTHER_MICROBATCH]) if mixed else MICROBATCH
                 sizes.add(microbatch)
-                finished = life(folder, microbatch, None if last else rng.uniform(0, longest))
+                finished = life(partial(child, folder, microbatch), None if last else rng.uniform(0, longest))
                 total["kills"] += not finished
                 if not (folder / "ledger.jsonl").exists():
                     continue

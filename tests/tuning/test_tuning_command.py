@@ -249,6 +249,27 @@ def test_a_trial_with_other_releases_than_planned_is_begun_again(tmp_path, monke
         train_trial(run, tmp_path / "new", planned)
 
 
+def test_a_search_that_was_killed_before_it_drew_anything_is_begun_again(tmp_path):
+    """Before its plan is on disk there is nothing to resume; while its secret is written, nothing has been drawn."""
+    out = tmp_path / "out"
+    (out / "trials").mkdir(parents=True)
+    (out / "trials" / "base.yaml.new").touch()
+    (out / "tune.json.new").touch()
+    found = trials.Trials(out)
+    assert running.stillborn(out, found)
+    for other in (out / "mine.txt", out / "trials" / "secret.json", out / "tune.json"):
+        other.touch()
+        assert not running.stillborn(out, found)  # somebody's file, or a search
+        other.unlink()
+    result = rgp(*small(tmp_path, "--out", out, seed=seed_with(1)))
+    assert result.exit_code == 0 and files(out) == RELEASED, result.output
+    half = trials.Trials(tmp_path)
+    half.make()
+    (half.path / "secret.json.new").touch()
+    half.begin(None)
+    assert half.streams().secret
+
+
 def test_two_processes_do_not_work_on_one_search(tmp_path):
     found = trials.Trials(tmp_path)
     found.make()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rgp import accounting
-from rgp.files import make_folder
+from rgp.files import NEW, make_folder
 from rgp.members import Members
 from rgp.train import config as configs
 from rgp.train import runner, setup
@@ -136,18 +136,32 @@ def changes(settings: dict[str, Any]) -> list[str]:
 
 
 def begin(out: Path, base: Config, plan: Plan) -> None:
-    """OUT, with its plan, which is public, and with the settings that all trials share."""
+    """OUT, with its plan, which is public, and with the settings that all trials share.
+
+    A search that was killed in here, before it had drawn anything, is begun again as if it had never been.
+    """
+    trials = Trials(out)
+    if stillborn(out, trials):
+        (out / f"tune.json{NEW}").unlink(missing_ok=True)
+        trials.remove()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         unfinished = (out / "tune.json").exists() and not RunFolder.read_json(out / "tune.json")["finished"]
         go_on = f" Go on with the search in it: rgp tune --resume --out {out}. Or c" if unfinished else " C"
         raise RunFolderError(f"{out} exists and is not empty; it was not touched.{go_on}hoose --out {free_name(out)}")
     check_writable(out)
     make_folder(out)
-    trials = Trials(out)
     trials.make()
     folder = RunFolder(out)
     folder.write_text(trials.base, base.to_yaml())
     folder.write_json(out / "tune.json", {**plan.to_dict(), "finished": False, "best": None})
+
+
+def stillborn(out: Path, trials: Trials) -> bool:
+    """Whether OUT holds what `begin` had made when it was killed, and nothing else: no plan, so no secret and no trial."""
+    if not out.is_dir() or not trials.path.is_dir():
+        return False
+    inside = {path.name for path in trials.path.iterdir()} - {trials.base.name, trials.base.name + NEW}
+    return not inside and {path.name for path in out.iterdir()} <= {trials.path.name, f"tune.json{NEW}"}
 
 
 def read_plan(out: Path) -> Plan:

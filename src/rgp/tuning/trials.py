@@ -25,6 +25,7 @@ from typing import Any
 from rgp.accounting import Event
 from rgp.composition import merge
 from rgp.errors import LedgerError
+from rgp.files import NEW
 from rgp.ledger import Ledger
 from rgp.streams import SECRET_BYTES, Streams
 from rgp.tuning import space
@@ -93,7 +94,8 @@ class Trials:
         """Draw the secret, unless it is there."""
         if self._secret.exists():
             return
-        if any(path != self.base for path in self.path.iterdir()):
+        before = {self.base.name, self._secret.name + NEW}  # the latter if it was killed while the secret was written
+        if any(path.name not in before for path in self.path.iterdir()):
             raise ValueError(
                 f"{self._secret} is missing, and {self.path} holds trials: which ones were drawn is not known any more. "
                 "Remove the search's folder and begin again."
