@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -208,6 +209,12 @@ def refuse(args: Any) -> None:
             getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy"),
             "a schedule that reacts to losses reacts to data; choose one that is fixed in advance",
         ),
+        (
+            "WANDB_WATCH",
+            os.environ.get("WANDB_WATCH") in ("all", "gradients")
+            and {"wandb", "all"} & set([args.report_to] if isinstance(args.report_to, str) else args.report_to or ()),
+            "W&B would log gradients before noise is added; set it to parameters, or leave it out",
+        ),
         ("optim", "layerwise" in str(args.optim).lower(), "it steps inside the backward pass, before noise is added"),
         (
             "train_sampling_strategy",
@@ -217,7 +224,7 @@ def refuse(args: Any) -> None:
     ]
     for name, value, why in refused:
         if value:
-            shown = "" if isinstance(value, bool) else f"={value!r}"
+            shown = "" if isinstance(value, (bool, set)) else f"={value!r}"
             raise ValueError(f"{name}{shown} cannot be used in private training: {why}")
 
 
