@@ -410,7 +410,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     ]
     for row in sorted(rows, key=lambda row: (list(MEANING).index(row["verdict"]), row["type"])):
         worst = f"{row['worst']:.0e}" if row.get("worst") and row["verdict"] in ("exact", "loop", "wrong") else ""
-        why = row.get("why", "").replace("|", "\\|")[:160]
+        why = row.get("why", "").replace("|", "\\|").replace("`", "'")[:160]  # a cut may open code and not close it
         lines.append(f"| {row['type']} | {row['model']} | {row['verdict']} | {worst} | {why} |")
     return "\n".join(lines) + "\n"
 

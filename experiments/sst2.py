@@ -5,6 +5,7 @@
     python experiments/sst2.py few --data FOLDER         the same with 2,000 rows to train on
     python experiments/sst2.py bands --data FOLDER       independent and correlated noise, three rates each, on tuning's rows
     python experiments/sst2.py mpnet --data FOLDER       a model of BERT-base's size: FOLDER holds mpnet/ too
+    python experiments/sst2.py map --data FOLDER         RGP and DP-SGD over epsilon, rows and steps
     python experiments/sst2.py mpnet-rates --data FOLDER its learning rates, 20 steps of 256 on tuning's rows
     python experiments/sst2.py show [--plots FOLDER]     mean, standard error and paired differences of what is there
 
@@ -15,6 +16,7 @@ leaves out 3,000 others as well, on which it measures. See driver.py.
 from __future__ import annotations
 
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ import numpy as np
 LIST = driver.HERE / "sst2.yaml"
 RESULTS = driver.HERE / "results" / "sst2.jsonl"
 HELD_OUT, TUNING, FEW = 5000, 3000, 2000  # rows
-STAGES = (*driver.STAGES, "few", "bands", "mpnet", "mpnet-rates")
+STAGES = (*driver.STAGES, "few", "bands", "map", "mpnet", "mpnet-rates")
+# The map: every combination, with correlated noise and the settings of the presets, in steps of 256
+EPSILONS, ROWS, STEPS = (0.5, 1, 3, 8), (2000, 8000, 62000), (20, 60)
 
 
 def main() -> None:
@@ -42,12 +46,33 @@ def main() -> None:
         out = given.out / job["name"]
         every = 20 if given.what == "tables" else 30 if given.what == "mpnet" else 10**6
         tuning = given.what in ("tuning", "bands", "mpnet-rates")
-        rows = "tuning" if tuning else "few" if given.what == "few" else "tables"
+        rows = "tuning" if tuning else job.get("rows", "few" if given.what == "few" else "tables")
         found = driver.train(job, folders[rows], out, run__eval_every=every)
         return found if tuning else {**found, "accuracy_held_out": accuracy(out, folders["held_out"])}
 
-    jobs = driver.planned(LIST, given.what)
-    driver.run_missing(jobs, given.results, run, only=given.only, share=given.share)
+    driver.run_missing(planned(given.what), given.results, run, only=given.only, share=given.share)
+
+
+def planned(what: str) -> list[dict[str, Any]]:
+    return _map() if what == "map" else driver.planned(LIST, what)
+
+
+def _map() -> list[dict[str, Any]]:
+    """Two runs for every cell of the map, those of a cell next to each other."""
+    jobs = []
+    for steps, epsilon, rows, method in product(STEPS, EPSILONS, ROWS, ("rgp", "dpsgd")):
+        changes = {
+            "budget.epsilon": epsilon,
+            "training.steps": steps,
+            "training.batch_size": 256,
+            "training.precision": "bfloat16",
+            **({"method.keep": steps} if method == "rgp" else {}),
+        }
+        name = f"map/{method}-e{epsilon}-rows{rows}-steps{steps}/0"
+        jobs.append(
+            {"name": name, "preset": f"sst2-minilm-{method}-bands", "set": changes, "seed": 0, "rows": f"rows{rows}"}
+        )
+    return jobs
 
 
 def split(data: Path) -> dict[str, Path]:
@@ -62,6 +87,7 @@ def split(data: Path) -> dict[str, Path]:
         "tables": ([rows[i] for i in np.sort(order[HELD_OUT:])], validation),
         "held_out": (rest[:10], held_out),
         "few": ([rows[i] for i in parts[2][:FEW]], validation),
+        **{f"rows{count}": ([rows[i] for i in order[HELD_OUT:][:count]], validation) for count in ROWS},
     }
     folders = {}
     for name, (train, test) in content.items():

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from driver import HERE, by_setting, mean_and_error, read, verdict
-from sst2 import RESULTS
+from sst2 import EPSILONS, RESULTS, ROWS, STEPS
 
 from rgp.reproduce import markdown
 
@@ -47,6 +48,14 @@ NOT_PRIVATE = {
     "nonprivate": "full fine-tuning, not private",
     "rgp-np": "RGP without clip and noise, rank 8",
     "linear-np": "linear probing without noise",
+}
+MPNET = {
+    "nonprivate": "full fine-tuning, not private",
+    "rgp": "**RGP, rank 16, correlated noise**",
+    "dpsgd-bands": "DP-SGD, correlated noise",
+    "dpsgd": "DP-SGD",
+    "dp-lora": "DP-LoRA, rank 8",
+    "linear": "linear probing",
 }
 PAIRS = (  # with EMA against with EMA, without against without, and the two settings that tuning chose
     ("rgp-r16-ema", "dpsgd-ema"),
@@ -217,6 +226,47 @@ def bands(rows: Rows) -> str:
     )
 
 
+def mpnet(rows: Rows) -> str:
+    """A model of BERT-base's size: validation / held-out rows by method and epsilon."""
+    runs = {row["name"].split("/")[1]: row for row in rows if row["name"].startswith("mpnet/")}
+
+    def cell(name: str) -> str:
+        return " / ".join(f"{100 * runs[name][key]:.1f}" for key in MEASURES) if name in runs else ""
+
+    lines = []
+    for name, label in MPNET.items():
+        if name in runs:
+            lines.append((label, "-", *[cell(name)] * 3))
+            continue
+        found = [runs[key] for key in (f"{name}-e{epsilon}" for epsilon in (8, 3, 1)) if key in runs]
+        if found:
+            lines.append((label, f"{found[0]['noise_dimensions']:,}", *(cell(f"{name}-e{e}") for e in (8, 3, 1))))
+    return table(("validation / held-out rows", "noise dimensions", "epsilon 8", "epsilon 3", "epsilon 1"), lines)
+
+
+def cells_of_map(rows: Rows) -> dict[tuple[int, float, int], tuple[float, float]]:
+    """(steps, epsilon, rows) -> accuracy of RGP and of DP-SGD on held-out rows in %."""
+    found = {row["name"]: 100 * row["accuracy_held_out"] for row in rows if row["name"].startswith("map/")}
+    cells = {}
+    for cell in product(STEPS, EPSILONS, ROWS):
+        steps, epsilon, count = cell
+        both = [found.get(f"map/{method}-e{epsilon}-rows{count}-steps{steps}/0") for method in ("rgp", "dpsgd")]
+        if both[0] is not None and both[1] is not None:
+            cells[cell] = both[0], both[1]
+    return cells
+
+
+def map_(rows: Rows) -> str:
+    """RGP less DP-SGD over epsilon, rows and steps."""
+    cells = cells_of_map(rows)
+
+    def cell(*key: Any) -> str:
+        return "{:.1f} - {:.1f}: **{:+.1f}**".format(*cells[key], cells[key][0] - cells[key][1]) if key in cells else ""
+
+    lines = [(str(s), str(e), *(cell(s, e, count) for count in ROWS)) for s in STEPS for e in EPSILONS]
+    return table(("steps of 256", "epsilon", *(f"{count:,} rows" for count in ROWS)), lines)
+
+
 def effort(rows: Rows) -> str:
     """The trials that the methods share, side by side, and how many there were."""
     found = {name: seeds[0] for name, seeds in by_setting(rows, "tuning").items()}
@@ -273,6 +323,8 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "differences": differences,
     "few": few,
     "bands": bands,
+    "mpnet": mpnet,
+    "map": map_,
     "effort": effort,
     "tuning": tuning,
 }

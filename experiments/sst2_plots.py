@@ -8,6 +8,8 @@ from typing import Any
 
 from driver import by_setting
 from plots import draw_methods
+from sst2 import EPSILONS, ROWS, STEPS
+from sst2_page import cells_of_map
 
 METHODS = {
     "rgp-long": ("RGP, 200 steps of 1024", "#0d4733"),
@@ -32,6 +34,7 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     names = {name: words for name, (words, _) in METHODS.items()}
     draw_methods(found, names, references, label, folder / "sst2-methods.png")
     draw_curves(rows, folder / "sst2-curves.png")
+    draw_map(rows, folder / "sst2-map.png")
 
 
 def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
@@ -54,4 +57,31 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("validation accuracy in %, epsilon 8,\nmean over seeds")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=150)
+
+
+def draw_map(rows: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy of RGP less that of DP-SGD: a panel for each number of steps, epsilon upwards, rows to the right."""
+    from matplotlib.figure import Figure
+
+    cells = cells_of_map(rows)
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    for axes, steps in zip(figure.subplots(1, len(STEPS), sharey=True), STEPS, strict=True):
+        gained = {
+            (x, y): a - b
+            for y, epsilon in enumerate(EPSILONS)
+            for x, count in enumerate(ROWS)
+            for a, b in [cells.get((steps, epsilon, count), (float("nan"), 0.0))]
+        }
+        values = [[gained[x, y] for x in range(len(ROWS))] for y in range(len(EPSILONS))]
+        image = axes.imshow(values, cmap="BrBG", vmin=-3, vmax=3, origin="lower", aspect="auto")
+        for (x, y), value in gained.items():
+            said = f"{value:+.1f}" if value == value else "not run"
+            axes.text(x, y, said, ha="center", va="center", color="white" if abs(value) > 1.8 else "black")
+        axes.set_xticks(range(len(ROWS)), [f"{count:,}" for count in ROWS])
+        axes.set_yticks(range(len(EPSILONS)), list(map(str, EPSILONS)))
+        axes.set_xlabel("rows to train on")
+        axes.set_title(f"{steps} steps of 256", fontsize=10)
+    figure.axes[0].set_ylabel("epsilon")
+    figure.colorbar(image, ax=figure.axes, label="RGP - DP-SGD, points on held-out rows")
     figure.savefig(path, dpi=150)

@@ -1,6 +1,6 @@
 """Full and thin state on the digits at equal noise, and what may be done to second moments when carriers turn (docs/thin.md).
 
-    python experiments/thin_digits.py 6        # seeds; half a minute for three of them on one core
+    python experiments/thin_digits.py 6        # seeds; about 80 seconds of one core for six of them
 
 One line of JSON for each setting: accuracy on 397 rows, seed by seed.
 """

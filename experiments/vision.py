@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import driver
 import numpy as np
@@ -32,7 +33,7 @@ def main() -> None:
         return
     folder = given.data if given.what == "tables" else tuning_folder(given.data)
     driver.run_missing(
-        driver.planned(LIST, given.what),
+        planned(given.what),
         given.results,
         lambda job: driver.train(job, folder, given.out / job["name"], run__eval_every=75),
         only=given.only,
@@ -52,6 +53,10 @@ def tuning_folder(data: Path) -> Path:
             test, rows = np.sort(order[:HELD_OUT]), np.sort(order[HELD_OUT:])
             np.savez(folder / f"{name}.npz", x_train=x[rows], y_train=y[rows], x_test=x[test], y_test=y[test])
     return folder
+
+
+def planned(what: str) -> list[dict[str, Any]]:
+    return driver.planned(LIST, what)
 
 
 if __name__ == "__main__":
