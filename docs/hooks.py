@@ -41,7 +41,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    if page.file.src_uri in LISTS:
+    if page.file.src_uri in LISTS or page.file.src_uri.startswith("project/benchmarks/"):
         page.meta["search"] = {"boost": 0.2}
     return site_links(markdown, page.file.src_uri, {file.src_uri for file in files})
 
@@ -94,6 +94,8 @@ def site_links(markdown: str, place: str, pages: set[str]) -> str:
         if page in pages and (there.startswith("docs/") or there in outside):
             return f"{image}[{text}]({posixpath.relpath(page, posixpath.dirname(place) or '.')}{hash_}{anchor})"
         if (ROOT / there).exists() and not there.startswith("docs/") and not image:
+            if text.lower().replace("-", "_") == Path(there).stem:
+                return f"`{there}`"
             return text if there in text else f"{text} (`{there}` in the repository)"
         return match[0]
 

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,14 @@ def page(path: Path) -> str:
                 )
             else:
                 text = "".join(output.get("text") or data.get("text/plain", [])).rstrip()
-                parts.append(f"```text\n{text}\n```")
+                parts.append(f"```text\n{folded(text)}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def folded(text: str, width: int = 100) -> str:
+    """Long sentences on several lines, as a notebook shows them; a row of a table or a list stays in one piece."""
+    rows = text.splitlines()
+    return "\n".join(textwrap.fill(line, width) if len(line) > width and "  " not in line else line for line in rows)
 
 
 def write(path: Path, notebook: dict[str, Any]) -> None:

@@ -3,16 +3,13 @@
 import doctest
 import importlib.util
 import re
-import shlex
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 
 import pytest
+from page_commands import DOCS, ROOT, blocks, pages, shown
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 RUN = [  # pages whose Python is run; a block after `<!-- not run: why -->` is not
     DOCS / "index.md",
     DOCS / "epsilon.md",
@@ -21,17 +18,6 @@ RUN = [  # pages whose Python is run; a block after `<!-- not run: why -->` is n
     *(path for path in sorted((DOCS / "guides").glob("*.md")) if path.stem != "lightning"),  # its block is not run
 ]
 SLOW = ("epsilon", "tuning")  # several calibrations
-BLOCK = re.compile(
-    r"^(?P<before>[^\n]*\n)?\n?(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.M | re.S
-)
-
-
-def blocks(path, *languages):
-    """(line, code) of every block in one of these languages, unless a comment before it says why it is not run."""
-    text = path.read_text(encoding="utf-8")
-    for match in BLOCK.finditer(text):
-        if match["language"] in languages and not (match["before"] or "").startswith("<!-- not run: "):
-            yield text[: match.start("code")].count("\n") + 1, textwrap.dedent(match["code"])
 
 
 @pytest.mark.parametrize(
@@ -81,25 +67,20 @@ def reference():
 def wrong_commands(path, known):
     """Lines with `rgp ...` that name a command or an option which does not exist."""
     wrong = []
-    for line, code in blocks(path, "", "console", "bash", "sh"):
-        for offset, text in enumerate(code.replace("\\\n", " ").splitlines()):
-            if not (match := re.match(r"(?:\$ )?(?:torchrun .*-m )?rgp ((?!\.\.\.).*)", text)):
-                continue
-            try:
-                words = shlex.split(re.split(r"\s+#|;|>|\|", match[1])[0])
-            except ValueError:
-                words = match[1].split()
-            name = next((n for n in (f"rgp {' '.join(words[:k])}" for k in (1, 2)) if n in known), None)
-            options = {word.split("=")[0] for word in words if word.startswith("--")}
-            has = {option for p in known[name].params for option in (*p.opts, *p.secondary_opts)} if name else set()
-            if words[:1] == ["--help"]:
-                continue
-            if name is None or options - has - {"--help"}:
-                wrong.append(f"{path.name}:{line + offset}: {text}")
+    for line, words in shown(path):
+        if words[0] in ("torchrun", "accelerate") and "rgp" in words:
+            words = words[words.index("rgp") :]
+        if words[0] != "rgp" or words[1] in ("...", "--help", "--install-completion", "--show-completion"):
+            continue
+        name = next((n for n in (" ".join(words[:k]) for k in (2, 3)) if n in known), None)
+        options = {word.strip("[]").split("=")[0] for word in words if re.match(r"\[?--", word)}
+        has = {option for p in known[name].params for option in (*p.opts, *p.secondary_opts)} if name else set()
+        if name is None or options - has - {"--help"}:
+            wrong.append(f"{path.name}:{line}: {' '.join(words)}")
     return wrong
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
 def test_commands_on_a_page_exist(path):
     assert not wrong_commands(path, commands())
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_docs import BLOCK, DOCS, ROOT, RUN, blocks, commands
+from page_commands import BLOCK, DOCS, ROOT, blocks, pages, shell_lines
+from test_docs import RUN, commands
 from torch import nn
 
 import rgp
@@ -127,8 +128,7 @@ def unrun(path, known):
 
 def test_no_python_on_any_page_is_left_out():
     known = {*RUN, *map(page, FRAGMENTS), *map(page, ELSEWHERE)}
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
-    assert {path.name: lines for path in pages if (lines := unrun(path, known))} == {}
+    assert {path.name: lines for path in pages() if (lines := unrun(path, known))} == {}
 
 
 def test_python_that_nobody_runs_is_noticed(tmp_path):
@@ -138,7 +138,7 @@ def test_python_that_nobody_runs_is_noticed(tmp_path):
 
 
 def test_reasons_are_given():
-    for path in (ROOT / "README.md", *DOCS.rglob("*.md")):
+    for path in pages():
         for match in BLOCK.finditer(path.read_text(encoding="utf-8")):
             if (match["before"] or "").startswith("<!-- not run"):
                 assert re.match(r"<!-- not run: .{10,} -->$", match["before"].strip()), path.name
@@ -162,11 +162,10 @@ OWN_TESTS = {  # commands that train or wait for minutes, or need a network: who
 
 def command_lines():
     """(page, line, command) of every `rgp ...` in a block of a page, without its comment."""
-    for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
-        for line, code in blocks(path, "", "console", "bash", "sh"):
-            for text in code.replace("\\\n", " ").splitlines():
-                if match := re.match(r"(?:\$ )?(?:torchrun .*-m )?(rgp (?!--).*)", text):
-                    yield path, line, re.split(r"\s+#|;|>|\|", match[1])[0].strip()
+    for path in pages():
+        for line, text in shell_lines(path):
+            if match := re.match(r"(?:(?:torchrun|accelerate launch) .*-m )?(rgp (?!--).*)", text):
+                yield path, line, match[1]
 
 
 def test_every_command_on_a_page_is_run_by_a_test():
@@ -210,7 +209,7 @@ def test_settings_of_training_commands_are_settings():
 
     seen = 0
     for _, _, text in command_lines():
-        if not text.startswith("rgp train --preset") or "$" in text:
+        if not text.startswith("rgp train --preset"):
             continue
         words = shlex.split(text)
         changes = [words[i + 1] for i, word in enumerate(words) if word == "--set" and "photos/" not in words[i + 1]]

@@ -24,7 +24,7 @@ BOTH = pytest.mark.parametrize("script", [vision, sst2], ids=["vision", "sst2"])
 
 @pytest.mark.parametrize(("script", "what"), [(script, what) for script, stages in STAGES.items() for what in stages])
 def test_every_planned_run_has_valid_settings(script, what):
-    jobs = driver.planned(script.LIST, what)
+    jobs = script.planned(what)
     assert len({job["name"] for job in jobs}) == len(jobs)
     for job in jobs:
         changes = [f"{key}={json.dumps(value)}" for key, value in job["set"].items()]
@@ -34,7 +34,7 @@ def test_every_planned_run_has_valid_settings(script, what):
 
 @BOTH
 def test_the_kept_results_are_planned_runs(script):
-    planned = {job["name"]: job for what in STAGES[script] for job in driver.planned(script.LIST, what)}
+    planned = {job["name"]: job for what in STAGES[script] for job in script.planned(what)}
     rows = driver.read(script.RESULTS)
     assert rows
     assert len({row["name"] for row in rows}) == len(rows)
@@ -47,7 +47,7 @@ def test_the_kept_results_are_planned_runs(script):
 @BOTH
 def test_the_kept_results_have_the_settings_that_the_list_says_today(script):
     """A preset that changes later would otherwise give old results a new meaning."""
-    planned = {job["name"]: job for what in STAGES[script] for job in driver.planned(script.LIST, what)}
+    planned = {job["name"]: job for what in STAGES[script] for job in script.planned(what)}
     for row in driver.read(script.RESULTS):
         job = planned[row["name"]]
         changes = [f"{key}={json.dumps(value)}" for key, value in {**job["set"], "run.seed": job["seed"]}.items()]
@@ -64,7 +64,7 @@ def test_the_tables_of_the_page_are_those_of_the_kept_results():
 
 
 def test_the_page_compares_planned_runs():
-    tuned = {job["name"].split("/")[1] for job in driver.planned(sst2.LIST, "tuning")}
+    tuned = {job["name"].split("/")[1] for job in sst2.planned("tuning")}
     tried = {name for names in sst2_page.TRIED.values() for name in names}
     bodiless = {f"linear-clip2-{change}" for change in ("headlr3e-3", "head-first")}  # linear is a head alone
     assert tried - tuned == bodiless
