@@ -2,6 +2,8 @@
 
     python experiments/vision.py tables --data FOLDER        the runs of the tables, on the published test set
     python experiments/vision.py tuning --data FOLDER        how the settings were chosen, on 5,000 rows of the training set
+    python experiments/vision.py wrn --data FOLDER           a WRN-16-1, for twenty minutes a run, on the published test set
+    python experiments/vision.py wrn-rates --data FOLDER     its learning rates, 200 steps on tuning's rows
     python experiments/vision.py show [--plots FOLDER]       mean, standard error and paired differences of what is there
 
 FOLDER holds cifar10.npz and mnist.npz (`rgp data get cifar10 mnist --to FOLDER`). Settings are presets of `rgp train`, changed by
@@ -19,23 +21,26 @@ import numpy as np
 
 LIST = driver.HERE / "vision.yaml"
 RESULTS = driver.HERE / "results" / "vision.jsonl"
+STAGES = (*driver.STAGES, "wrn", "wrn-rates")
 HELD_OUT = 5000  # rows of the training set on which settings are chosen
 
 
 def main() -> None:
-    given = driver.arguments(__doc__, RESULTS, "cifar10.npz and mnist.npz")
+    given = driver.arguments(__doc__, RESULTS, "cifar10.npz and mnist.npz", STAGES)
     if given.what == "show":
-        driver.show(driver.read(given.results))
+        driver.show(driver.read(given.results), stages=STAGES)
         if given.plots is not None:
             from vision_plots import draw
 
             draw(driver.read(given.results), given.plots)
         return
-    folder = given.data if given.what == "tables" else tuning_folder(given.data)
+    folder = given.data if given.what in ("tables", "wrn") else tuning_folder(given.data)
     driver.run_missing(
         planned(given.what),
         given.results,
-        lambda job: driver.train(job, folder, given.out / job["name"], run__eval_every=75),
+        lambda job: driver.train(
+            job, folder, given.out / job["name"], run__eval_every=200 if "wrn" in given.what else 75
+        ),
         only=given.only,
         share=given.share,
     )
@@ -46,7 +51,7 @@ def tuning_folder(data: Path) -> Path:
     folder = Path(tempfile.gettempdir()) / "rgp-vision-tuning"
     folder.mkdir(exist_ok=True)
     for name in ("cifar10", "mnist"):
-        if not (folder / f"{name}.npz").exists():
+        if (data / f"{name}.npz").exists() and not (folder / f"{name}.npz").exists():
             with np.load(data / f"{name}.npz") as file:
                 x, y = file["x_train"], file["y_train"]
             order = np.random.Generator(np.random.PCG64(0)).permutation(len(x))
