@@ -1103,6 +1103,16 @@ TUNING = group(
         by=("tuning/test_tuning_units.py::test_a_person_with_many_rows_adds_at_most_one_to_a_score",),
     ),
     mutant(
+        "a search pays for correlated noise as if everybody were drawn from",
+        "the sampling rate of a group's turn is that of all rows",
+        (
+            "tuning/plan.py",
+            "bands=self.bands, sampling_rate=rate,",
+            "bands=self.bands, sampling_rate=rate / self.bands,",
+        ),
+        by=("tuning/test_tuning_api.py::test_correlated_noise_is_paid_for_by_the_turns_of_a_group",),
+    ),
+    mutant(
         "score not charged",
         "a private score is free",
         ("tuning/scores.py", "return () if self.noise is None else (Event(1.0, self.noise),)", "return ()"),

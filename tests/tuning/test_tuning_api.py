@@ -17,6 +17,7 @@ from rgp.tuning.scores import Score, default_noise, noisy_count
 from rgp.tuning.space import check_space, combinations, draw
 from rgp.tuning.trials import Drawn, best_of
 
+DATA = [(torch.tensor([i / 50, 1.0]), i % 2) for i in range(50)]
 SPACE = {"lr": [0.1, 0.3, 1.0], "momentum": [0.0, 0.9]}
 CHEAP = {"dataset_size": 50, "batch_size": 50, "steps": 3, "epsilon": 4.0, "accountant": "rdp", "delta": 1e-3}
 
@@ -129,6 +130,32 @@ def test_epsilon_is_the_searchs_by_an_independent_computation():
     accountant.compose(dp_event.RepeatAndSelectDpEvent(trial, 2, 1))
     assert best.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-9) and 3.99 < best.epsilon <= 4.0
     assert 0 <= best.score <= 1 and best.score != 0.5  # of 20 rows, with noise
+
+
+def test_correlated_noise_is_paid_for_by_the_turns_of_a_group():
+    """A unit is in at most ceil(5 / 2) draws of its group, each at twice the rate: by an independent computation."""
+    from dp_accounting import NeighboringRelation, dp_event
+    from dp_accounting.rdp import RdpAccountant
+
+    used = []
+
+    def train(trial):
+        model = nn.Linear(2, 2)
+        run = trial.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, method=rgp.DPSGD())
+        for x, y in run:
+            run.step(nn.functional.cross_entropy(model(x), y))
+        used.append(run.mechanism.bands)
+        return None, 1.0
+
+    options = {**CHEAP, "batch_size": 10, "steps": 5, "bands": 2}
+    best = rgp.tune(train, {"lr": [1, 2]}, **options, score="public", trials=2, seed=1)
+    assert set(used) == {2}
+    sampled = dp_event.PoissonSampledDpEvent(0.4, dp_event.GaussianDpEvent(best.noise_multiplier))
+    accountant = RdpAccountant(None, NeighboringRelation.ADD_OR_REMOVE_ONE)
+    accountant.compose(dp_event.RepeatAndSelectDpEvent(dp_event.SelfComposedDpEvent(sampled, 3), 2, 1))
+    assert best.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-9) and 3.9 < best.epsilon <= 4.0
+    with pytest.raises(ValueError, match="bands"):
+        rgp.tune(train, {"lr": [1]}, **{**options, "bands": 6}, score="public")
 
 
 def test_no_trial_at_all_gives_nothing():

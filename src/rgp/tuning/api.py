@@ -37,6 +37,7 @@ class Trial:
     delta: float
     dataset_size: int
     seed: int | None = None  # for this trial alone; None unless the search was given one
+    bands: int = 1  # steps over which its noise is correlated
     _runs: list[Run] = field(default_factory=list, repr=False)
 
     def privatize(self, model: Any, optimizer: Any, dataset: Any, **options: Any) -> Run:
@@ -59,6 +60,7 @@ class Trial:
             noise_multiplier=self.noise_multiplier,
             delta=self.delta,
             seed=self.seed,
+            bands=self.bands,
             **options,
         )
         self._runs.append(run)
@@ -90,6 +92,7 @@ def tune(
     dataset_size: int,
     batch_size: int | Callable[[Mapping[str, Any]], int],
     steps: int | Callable[[Mapping[str, Any]], int],
+    bands: int | Callable[[Mapping[str, Any]], int] = 1,
     epsilon: float,
     score: str,
     score_rows: int | None = None,
@@ -121,6 +124,7 @@ def tune(
         prints or a file that it writes is not paid for, nor is an exception
     space: keys with lists of values; each trial gets one combination, drawn at random
     batch_size, steps: of each training; or functions of the settings, if these change them
+    bands: steps over which the noise of each training is correlated; 1 is independent noise
     score: "public": `train` returns any number measured on public rows, the higher the better. "private": it returns the exact
         number of right answers on `score_rows` private rows, to which one row adds at most 1; noise of standard deviation
         `score_noise` is added here
@@ -138,7 +142,9 @@ def tune(
     """
     values = check_space(space)
     tried = combinations(values)
-    shapes = [Shape(_of(batch_size, s, "batch_size"), _of(steps, s, "steps")) for s in tried]
+    shapes = [
+        Shape(_of(batch_size, s, "batch_size"), _of(steps, s, "steps"), bands=_of(bands, s, "bands")) for s in tried
+    ]
     if score == "private" and score_rows is None:
         raise ValueError("score_rows=None: a private score needs the number of rows that it counts right answers on")
     for shape in shapes:
@@ -172,6 +178,7 @@ def tune(
             chosen,
             dataset_size,
             drawn.seed(i),
+            shape.bands,
         )
         result, value = _pair(train(trial))
         _check(trial, shape)

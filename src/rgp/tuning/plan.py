@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rgp import accounting
+from rgp import accounting, bands
 from rgp.accounting import RESOLUTION, Event
 from rgp.rounding import round_up
 from rgp.tuning import accounting as search
@@ -25,8 +25,12 @@ class Shape:
     batch_size: int
     steps: int
     max_batch: int | None = None
+    bands: int = 1  # steps over which noise is correlated
 
     def events(self, dataset_size: int, sigma: float) -> tuple[Event, ...]:
+        if self.bands > 1:  # the most that a unit of any group takes part in, whichever group it is dealt into
+            rate = self.batch_size / dataset_size
+            return bands.events(steps=self.steps, bands=self.bands, sampling_rate=rate, noise_multiplier=sigma)
         size = None if self.max_batch is None else dataset_size
         return (Event(self.batch_size / dataset_size, sigma, self.steps, max_batch=self.max_batch, dataset_size=size),)
 
@@ -81,12 +85,13 @@ class Plan:
             "space": self.space,
             "dataset_size": self.dataset_size,
             "unit": self.unit,
-            "shapes": [[shape.batch_size, shape.steps, shape.max_batch] for shape in self.shapes],
+            "shapes": [[shape.batch_size, shape.steps, shape.max_batch, shape.bands] for shape in self.shapes],
             "noise": [
                 {
                     "batch_size": shape.batch_size,
                     "steps": shape.steps,
                     "max_batch": shape.max_batch,
+                    "bands": shape.bands,
                     "noise_multiplier": sigma,
                     "noise_multiplier_of_one_run": self.alone[shape],
                 }
@@ -98,7 +103,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Plan:
-        kinds = [(Shape(row["batch_size"], row["steps"], row["max_batch"]), row) for row in found["noise"]]
+        kinds = [
+            (Shape(row["batch_size"], row["steps"], row["max_batch"], row.get("bands", 1)), row)
+            for row in found["noise"]
+        ]
         return cls(
             epsilon=found["epsilon"],
             target=found["target_epsilon"],
@@ -127,6 +135,7 @@ class Plan:
         ]
         for shape, sigma in self.noise.items():
             kind = f" (batch size {shape.batch_size}, {shape.steps} steps)" if len(self.noise) > 1 else ""
+            kind += f", correlated over {shape.bands} steps" if shape.bands > 1 else ""
             one = self.alone[shape]
             lines.append(
                 f"noise     {sigma:g} times the clipping norm in each trial{kind}; one run with the same epsilon and no tuning "

@@ -79,13 +79,12 @@ def plan_search(
     tried = [load(changes(settings)) for settings in combinations(space)]
     if not all(config.private for config in [base, *tried]):
         raise ConfigError([f"method.name = {base.method.name}: a search over runs without noise protects nobody"])
-    if any(config.training.bands not in (None, 1) for config in [base, *tried]):
-        raise ConfigError(["training.bands: a search pays for runs with independent noise; leave it out, or at 1"])
+    if any(config.training.bands == "auto" for config in [base, *tried]):
+        raise ConfigError(
+            ["training.bands = auto: a search fixes the noise of its trials beforehand; give a number of steps, or 1"]
+        )
     data = setup.make(base).data
-    shapes = [
-        Shape(config.training.batch_size, setup.check_against_data(config, data), config.training.max_batch)
-        for config in tried
-    ]
+    shapes = [shape_of(config, setup.check_against_data(config, data)) for config in tried]
     made = make_score(data, score, score_rows, score_noise)
     private = data.units + (made.rows if made.kind == "private" and made.where == "held-out" else 0)
     delta = accounting.default_delta(private) if base.budget.delta is None else base.budget.delta
@@ -205,7 +204,7 @@ def run_trials(out: Path, plan: Plan, trials: Trials, drawn: Drawn, *, keep_tria
                 continue
             progress.trial(i)
             config = trial_config(trials.base, plan, drawn, i)
-            shape = Shape(config.training.batch_size, steps_of(config, plan), config.training.max_batch)
+            shape = shape_of(config, steps_of(config, plan))
 
             def run(resume: bool, config: Config = config, i: int = i) -> None:
                 runner.train(config, trials.folder(i), progress=progress, resume=resume)
@@ -224,11 +223,16 @@ def trial_config(base: Path, plan: Plan, drawn: Drawn, trial: int) -> Config:
     """The settings that were drawn, with the noise that was planned for them."""
     given = changes(drawn.settings(trial))
     config = configs.load(base, changes=given)
-    shape = Shape(config.training.batch_size, steps_of(config, plan), config.training.max_batch)
+    shape = shape_of(config, steps_of(config, plan))
     given += [f"budget.noise_multiplier={scalar(plan.noise[shape])}", f"budget.delta={scalar(plan.delta)}"]
     if (seed := drawn.seed(trial)) is not None:
         given.append(f"run.seed={seed}")
     return configs.load(base, changes=given)
+
+
+def shape_of(config: Config, steps: int) -> Shape:
+    training = config.training
+    return Shape(training.batch_size, steps, training.max_batch, training.bands or 1)
 
 
 def steps_of(config: Config, plan: Plan) -> int:
