@@ -203,16 +203,25 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_model(tmp_path, monkeypatch, m
 
 def test_products_in_bfloat16(tmp_path, monkeypatch):
     """training.precision: passes of training run in bfloat16; weights, gradients and evaluations stay in float32."""
-    seen, make = set(), runner.setup.make
+    seen, runs, make, train = set(), [], runner.setup.make, runner.Session.train
+
+    def look(layer, _, out):
+        if not (layer.training and runs[-1].rehearsing):  # rehearsals are in full precision
+            seen.add((layer.training, out.dtype))
 
     def watched(settings):
         parts = make(settings)
         for layer in parts.model.modules():
             if isinstance(layer, torch.nn.Linear):
-                layer.register_forward_hook(lambda layer, _, out: seen.add((layer.training, out.dtype)))
+                layer.register_forward_hook(look)
         return parts
 
+    def noted(self, run, board=None):
+        runs.append(run)
+        return train(self, run, board)
+
     monkeypatch.setattr(runner.setup, "make", watched)
+    monkeypatch.setattr(runner.Session, "train", noted)
     outs = [tmp_path / "half", tmp_path / "full"]
     for out, precision in zip(outs, ("bfloat16", "float32"), strict=True):
         seen.clear()
