@@ -1,7 +1,7 @@
 """What the owner of a GPU runs: `make gpu-check`. Writes a dated note into benchmarks/.
 
-Exactness, noise, bfloat16, compiled models and the benchmark, on the device itself. With `--device cpu --toy` the same
-script runs in CI, so that it cannot rot.
+Exactness, noise, bfloat16, compiled models, two devices and the benchmark, on the device itself. With `--device cpu --toy` the same
+script runs in the tests, so that it cannot rot.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import datetime
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -87,31 +89,61 @@ def bfloat16(device: str) -> str:
     return "three steps under autocast, weights float32 and finite"
 
 
+def private_weights(device: str, *, compile_first: bool = False) -> list[torch.Tensor]:
+    """The weights after three private steps from a fixed seed, on the CPU."""
+    torch.manual_seed(0)
+    model = network().to(device)
+    called = torch.compile(model) if compile_first else model
+    images, labels = (t.cpu() for t in batch(device))
+    run = rgp.privatize(
+        called,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.utils.data.TensorDataset(images, labels),
+        method=rgp.RGP(rank=4),
+        noise_multiplier=1.0,
+        batch_size=6,
+        steps=3,
+        delta=1e-2,
+        seed=0,
+    )
+    for x, y in run:
+        run.step(loss_fn(called, (x.to(device), y.to(device))))
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    error = max(((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True))
+    assert error < 1e-4, error
+    return error
+
+
 def compiled(device: str) -> str:
     """A compiled model is trained to the weights of the same model as it is written."""
-    found = []
-    for compile_first in (False, True):
-        torch.manual_seed(0)
-        model = network().to(device)
-        called = torch.compile(model) if compile_first else model
-        images, labels = (t.cpu() for t in batch(device))
-        run = rgp.privatize(
-            called,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            torch.utils.data.TensorDataset(images, labels),
-            method=rgp.RGP(rank=4),
-            noise_multiplier=1.0,
-            batch_size=6,
-            steps=3,
-            delta=1e-2,
-            seed=0,
-        )
-        for x, y in run:
-            run.step(loss_fn(called, (x.to(device), y.to(device))))
-        found.append([p.detach().clone() for p in model.parameters()])
-    error = max(((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True))
-    assert error < 1e-4, error
+    error = difference(private_weights(device, compile_first=True), private_weights(device))
     return f"three private steps, weights within {error:.0e} of the model's as it is written"
+
+
+def several_devices(device: str) -> str:
+    """Two processes, with a device each, arrive at the weights of one."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        return "not run: only one device is visible"
+    if device == "mps":
+        return "not run: there is only one"
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(one_of_two, (device, folder), nprocs=2)
+        ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*ranks, strict=True)), "the two ranks have different weights"
+    error = difference(ranks[0], private_weights(device))
+    return f"two processes, three private steps, weights within {error:.0e} of one process's"
+
+
+def one_of_two(rank: int, device: str, folder: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    torch.save(private_weights(device), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
 
 
 def benchmark(device: str, toy: bool) -> str:
@@ -147,7 +179,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     default = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     parser.add_argument("--device", default=default)
-    parser.add_argument("--toy", action="store_true", help="toy sizes, for CI")
+    parser.add_argument("--toy", action="store_true", help="toy sizes, for tests")
+    parser.add_argument("--only", help="names of checks, with commas between them; by default all")
     parser.add_argument("--out", type=Path, help="the note; by default benchmarks/DATE-DEVICE.md")
     options = parser.parse_args()
     device = options.device
@@ -156,9 +189,11 @@ def main() -> None:
         "noise": lambda: noise(device),
         "bfloat16 autocast": lambda: bfloat16(device),
         "torch.compile": lambda: compiled(device),
-        "several devices (NCCL)": lambda: "not run: distributed training is not part of this version",
+        "several devices": lambda: several_devices(device),
         "benchmark": lambda: benchmark(device, options.toy),
     }
+    if options.only is not None:
+        checks = {name: checks[name] for name in options.only.split(",")}
     name = torch.cuda.get_device_name() if device == "cuda" else device
     lines = [f"# Check on {name}, {datetime.date.today()}", "", f"rgp {rgp.__version__}, torch {torch.__version__}", ""]
     failed = False
