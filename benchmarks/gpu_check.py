@@ -1,7 +1,7 @@
 """What the owner of a GPU runs: `make gpu-check`. Writes a dated note into benchmarks/.
 
-Exactness, noise, bfloat16, compiled models, two devices and the benchmark, on the device itself. With `--device cpu --toy` the same
-script runs in the tests, so that it cannot rot.
+Exactness, noise, bfloat16, compiled models, two devices and the benchmark, on the device itself. With `--device cpu --toy` the
+same script runs in the tests, so that it cannot rot.
 """
 
 from __future__ import annotations
