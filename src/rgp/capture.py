@@ -35,7 +35,7 @@ from rgp.rules.fallback import loop, name_of, with_copies
 from rgp.rules.forms import make_form
 from rgp.rules.owners import Owned, Owners
 from rgp.slots import Slot
-from rgp.torchstate import HALF, saved_tensors_hooks, without_autocast
+from rgp.torchstate import HALF, autocast_devices, saved_tensors_hooks, without_autocast
 
 _saved_tensors_hooks = saved_tensors_hooks()
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -73,9 +73,9 @@ class Capture(TorchFunctionMode):
         self.looped: set[tuple[str, tuple[str, ...]]] = set()  # operations and parameters the fallback was used for
         self.uneven: list[Node] = []  # means of this micro-batch with a divisor that is not the same for all examples
         self.rehearsing = False  # whether dropout is left out, and outputs are noted (checks/rehearsal.py)
-        self.rehearsing_precisely = (
-            False  # whether autocast is left out too: its rounding would look like a small coupling
-        )
+        # whether autocast is left out of a rehearsal too: its rounding would look like a small coupling
+        self.rehearsing_precisely = False
+        self.left_autocast_out = False  # whether there was any in this micro-batch
         self.rehearsing_compiled = False  # whether compiled modules run compiled in a rehearsal (compiled/)
         self.outputs: list[Output] = []  # outputs of operations with trained parameters, during a rehearsal
 
@@ -85,7 +85,7 @@ class Capture(TorchFunctionMode):
 
     def begin(self, examples: int) -> None:
         self.examples = examples
-        self.recomputes = False
+        self.recomputes = self.left_autocast_out = False
         self._forget()
         self.constants.begin()
 
@@ -187,6 +187,7 @@ class Capture(TorchFunctionMode):
         if self.rehearsing and func in DROPOUT_AT:
             args, kwargs = _without_dropout(DROPOUT_AT[func], args, kwargs)
         if self.rehearsing_precisely and not any(tensor.dtype in HALF for tensor in tensors_in((args, kwargs))):
+            self.left_autocast_out = self.left_autocast_out or bool(autocast_devices())
             with without_autocast():
                 result = self._operate(func, args, kwargs)
         else:

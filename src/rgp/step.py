@@ -188,6 +188,7 @@ class Step:
         self.writes.check()
         if current.trial is not None:
             current.trial.sketches = self.gradients.sketches()
+            current.trial.autocast = self.capture.left_autocast_out
             return
         if current.ends_part and current.counts and not self.plain:
             self.gradients.end_passes()

@@ -46,13 +46,17 @@ def kept_rng() -> Iterator[None]:
         torch.default_generator.set_state(states[2])
 
 
+def autocast_devices() -> list[str]:
+    """Kinds of devices on which autocast is on."""
+    return [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(kind)]
+
+
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Turn autocast off on every device: gradients, norms and sums keep the precision that they have."""
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda", "mps", "xpu"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in autocast_devices():
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -48,6 +48,35 @@ def test_dropout_of_activations_is_each_examples_own():
     assert loop(model, mean).step_index == 2
 
 
+# ---------------------------------------------------------------------- what autocast alone does
+
+
+class ScaledInHalf(nn.Module):
+    """One scale for the whole tensor, as layers of eight bits have it, where the input is of half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(6, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        if hidden.dtype == torch.bfloat16:
+            hidden = hidden / hidden.detach().abs().max()
+        return self.c(F.relu(hidden)).float()
+
+
+def test_a_scale_for_the_whole_batch_in_half_precision_alone():
+    def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(x)
+        return F.cross_entropy(outputs.float(), y)
+
+    torch.manual_seed(0)
+    assert loop(ScaledInHalf(), mean).step_index == 2, "in full precision there is nothing to find"
+    with pytest.raises(rgp.UnsupportedError, match="the model mixes the examples"):
+        loop(ScaledInHalf(), under_autocast)
+
+
 # ---------------------------------------------------------------------- what a small first batch does not show
 
 

@@ -556,6 +556,12 @@ PRIVATE = group(
         ),
     ),
     mutant(
+        "never rehearsed under autocast",
+        "what examples share in half precision alone is not noticed",
+        ("checks/rehearsal.py", "if not self._together(not natural.autocast):", "if False:"),
+        by=("hostile/test_review.py::test_a_scale_for_the_whole_batch_in_half_precision_alone",),
+    ),
+    mutant(
         "a secret left behind",
         "what a killed process had written of the secret stays in the folder",
         ("files.py", "for name in (path.name, path.name + NEW):", "for name in (path.name,):"),

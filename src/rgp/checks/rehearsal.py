@@ -11,6 +11,8 @@ thrown away; and again, with other examples, after one step (weights that were z
     extreme    one replaced by the largest that was found, of another label if there is one: likewise
     whole      as many as a micro-batch has, and half of them replaced by the one with the largest gradient: a choice of
                the sixteen hardest examples shows only here
+    autocast   natural, others and extreme once more if the loop uses autocast, which all other trials leave out: one scale
+               for a whole tensor in half precision shows only here
     compiled   the same as natural, if the model is compiled: all others run it as it is written. Gradients must be the same
     fewer      half of them left out, the longest among them: likewise; a sum where a mean was promised shows here too
     copies     two copies of one example, under several seeds, if anything but dropout draws random numbers: what both
@@ -34,7 +36,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from rgp.checks.comparing import COARSE, advice_on, check_shared, moved, percent, rows_of, same_weights, stage_of
+from rgp.checks.comparing import COARSE, ROUGH, advice_on, check_shared, moved, percent, rows_of, same_weights, stage_of
 from rgp.checks.items import (
     are_equal,
     came_out_otherwise,
@@ -129,8 +131,7 @@ class Rehearsal:
         m = min(EXAMPLES, len(items), self._loading.microbatch_size or EXAMPLES)
         chosen, spare = list(range(m)), [*range(m, len(items)), *range(m)]
         if self._compiled and self._first is None:
-            written, compiled = self._trial(items, chosen), self._trial(items, chosen)
-            written.precise = compiled.precise = False
+            written, compiled = (self._trial(items, chosen, precise=False) for _ in range(2))
             compiled.compiled = True
             yield written
             yield compiled
@@ -154,9 +155,19 @@ class Rehearsal:
 
         out, in_place = extremes(items, chosen)
         kept = [i for i in chosen if i != out]
-        extreme = self._trial(items, [in_place if i == out else i for i in chosen])
+        in_place_of_one = [in_place if i == out else i for i in chosen]
+        extreme = self._trial(items, in_place_of_one)
         yield extreme
         yield from self._compare(natural, extreme, items, chosen, kept)
+
+        if not self._together(not natural.autocast):
+            rough = self._trial(items, chosen, precise=False)
+            yield rough
+            for which, stayed in ((swapped, list(range(m // 2))), (in_place_of_one, kept)):
+                others = self._trial(items, which, precise=False)
+                yield others
+                if same_weights(rough, others):
+                    yield from self._compare(rough, others, items, chosen, stayed)
 
         size = min(self._loading.microbatch_size or m, LARGEST_WHOLE, len(items))
         if size > m:
@@ -242,7 +253,7 @@ class Rehearsal:
             "else was drawn."
         )
 
-    def _trial(self, items: list[Any], which: list[int], number: int = 0) -> Trial:
+    def _trial(self, items: list[Any], which: list[int], number: int = 0, *, precise: bool = True) -> Trial:
         """A batch of these items, loaded together where the dataset loads several at once: its transform may see them all."""
         seed = self._seed(number)
         many = getattr(self._dataset, "__getitems__", None)
@@ -262,7 +273,7 @@ class Rehearsal:
             ) as error:  # items that cannot be copied; an error of the functions themselves will come again
                 raise CannotTellError(f"no batch could be made of copies ({type(error).__name__}: {error})") from error
             drew = not same_generators(before)
-        return Trial(batch, len(which), seed, drew)
+        return Trial(batch, len(which), seed, drew, precise)
 
     # ------------------------------------------------------------------ the verdict
 
@@ -272,7 +283,7 @@ class Rehearsal:
         """Raise if an example that stayed has another gradient in the second trial."""
         same_shapes = shapes_of(one.batch) == shapes_of(two.batch)
         change, name = moved(one, two, stayed)
-        tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) * (1 if same_shapes else _of_other_shapes())
+        tolerance = self._tolerance_of(one) * (1 if same_shapes else _of_other_shapes())
         # random numbers of another shape differ, for every example
         apart = change <= tolerance or (one.drew and not same_shapes)
         if change > tolerance:
@@ -298,15 +309,20 @@ class Rehearsal:
         another_rank: bool = False,
     ) -> Iterator[Trial]:
         """Raise if the same examples have other gradients now."""
-        again = self._trial(items, chosen)
+        again = self._trial(items, chosen, precise=one.precise)
         yield again
-        tolerance = max(self._tolerance, COARSE if one.coarse else 0.0) if tolerance is None else tolerance
+        tolerance = self._tolerance_of(one) if tolerance is None else tolerance
         if not another_rank and moved(one, again, list(range(len(chosen))))[0] > tolerance:
             raise UnsupportedError(
                 "the loop gave other gradients for the same examples when it ran again, under the same random numbers. It "
                 "keeps something of earlier batches (a queue, running statistics), or draws from a generator of its own: take "
                 f"torch's, which the run seeds. {self._released} (probe=False leaves this check out.) See docs/pitfalls.md."
             )
+
+    def _tolerance_of(self, trial: Trial) -> float:
+        if not trial.precise:
+            return ROUGH
+        return max(self._tolerance, COARSE if trial.coarse else 0.0)
 
     def _check_compiled(self, written: Trial, compiled: Trial) -> None:
         change, name = moved(written, compiled, list(range(written.examples)))

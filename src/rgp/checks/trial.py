@@ -28,6 +28,7 @@ class Trial:
     seed: int
     drew: bool  # whether making the batch, or the loop, drew random numbers
     precise: bool = True  # whether autocast is left out
+    autocast: bool = False  # whether there was any to leave out
     compiled: bool = False  # whether compiled modules run compiled, without hooks
     weights: Tensor | None = None  # shows whether another trial had the same
     sketches: Sketches = field(default_factory=dict)
