@@ -108,7 +108,7 @@ def train(job: dict[str, Any], data: Path, out: Path, **fixed: Any) -> dict[str,
         "noise_dimensions": summary["noise_dimensions"],
         "wall_seconds": round(summary["wall_seconds"], 1),
         "cpu_seconds": round(time.process_time() - began, 1),
-        "curve": [[row["step"], row["accuracy"]] for row in read(out / "metrics.jsonl")],
+        "curve": [[row["step"], row["accuracy"]] for row in read(out / "metrics.jsonl") if "accuracy" in row],
         "clip_fraction": [row.get("clip_fraction") for row in private],  # private: not covered by epsilon
         "commit": commit(),
     }

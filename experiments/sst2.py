@@ -3,6 +3,7 @@
     python experiments/sst2.py tuning --data FOLDER      how the settings were chosen, on 3,000 rows of the training set
     python experiments/sst2.py tables --data FOLDER      the runs of the tables: validation set, and 5,000 held-out training rows
     python experiments/sst2.py few --data FOLDER         the same with 2,000 rows to train on
+    python experiments/sst2.py noisy --data FOLDER       the same at epsilon 0.5, with correlated noise, three rates each
     python experiments/sst2.py bands --data FOLDER       independent and correlated noise, three rates each, on tuning's rows
     python experiments/sst2.py mpnet --data FOLDER       a model of BERT-base's size: FOLDER holds mpnet/ too
     python experiments/sst2.py map --data FOLDER         RGP and DP-SGD over epsilon, rows and steps
@@ -26,7 +27,7 @@ import numpy as np
 LIST = driver.HERE / "sst2.yaml"
 RESULTS = driver.HERE / "results" / "sst2.jsonl"
 HELD_OUT, TUNING, FEW = 5000, 3000, 2000  # rows
-STAGES = (*driver.STAGES, "few", "bands", "map", "mpnet", "mpnet-rates")
+STAGES = (*driver.STAGES, "few", "noisy", "bands", "map", "mpnet", "mpnet-rates")
 # The map: every combination, with correlated noise and the settings of the presets, in steps of 256
 EPSILONS, ROWS, STEPS = (0.5, 1, 3, 8), (2000, 8000, 62000), (20, 60)
 
@@ -46,7 +47,7 @@ def main() -> None:
         out = given.out / job["name"]
         every = 20 if given.what == "tables" else 30 if given.what == "mpnet" else 10**6
         tuning = given.what in ("tuning", "bands", "mpnet-rates")
-        rows = "tuning" if tuning else job.get("rows", "few" if given.what == "few" else "tables")
+        rows = "tuning" if tuning else job.get("rows", "few" if given.what in ("few", "noisy") else "tables")
         found = driver.train(job, folders[rows], out, run__eval_every=every)
         return found if tuning else {**found, "accuracy_held_out": accuracy(out, folders["held_out"])}
 

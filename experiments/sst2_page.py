@@ -1,4 +1,4 @@
-"""The tables of docs/results-sst2.md, from the kept results: whatever stands between `<!-- NAME -->` and `<!-- end -->` there.
+"""The tables of docs/results-sst2*.md, from the kept results: whatever stands between `<!-- NAME -->` and `<!-- end -->` there.
 
 python experiments/sst2_page.py
 """
@@ -15,7 +15,7 @@ from sst2 import EPSILONS, RESULTS, ROWS, STEPS
 
 from rgp.reproduce import markdown
 
-PAGE = HERE.parent / "docs" / "results-sst2.md"
+PAGES = tuple(HERE.parent / "docs" / name for name in ("results-sst2.md", "results-sst2-details.md"))
 Rows = list[dict[str, Any]]
 MEASURES = ("accuracy", "accuracy_held_out")
 HEAD = ("method", "noise dimensions", "epsilon", "seeds", "validation", "held-out rows", "CPU s")
@@ -110,7 +110,9 @@ TRIED = {
 
 
 def main() -> None:
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), read(RESULTS)), encoding="utf-8")
+    rows = read(RESULTS)
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
 
 
 def filled(text: str, rows: Rows) -> str:
@@ -187,6 +189,28 @@ def few(rows: Rows) -> str:
     ]
     lines.append(("RGP - DP-SGD", gained("rgp", "dpsgd"), gained("rgp-words", "dpsgd-words"), ""))
     return table(("validation / held-out rows", "random head", "head from two texts", "difference"), lines)
+
+
+def noisy(rows: Rows) -> str:
+    """Where noise dominates: three rates for both methods, and the difference at the rate that seed 0 chose on the validation set."""
+    measured = [by_setting(rows, "noisy", measure) for measure in MEASURES]
+    rates = ("1", "0.5", "0.25")
+
+    def cell(name: str) -> str:
+        return " / ".join(words(list(found[name].values())) for found in measured) if name in measured[0] else ""
+
+    best = {}
+    lines = []
+    for method, label in (("rgp", FINAL["rgp-bands"]), ("dpsgd", FINAL["dpsgd-bands"])):
+        names = [f"{method}-x{rate}" for rate in rates]
+        lines.append((label, *map(cell, names)))
+        run = [name for name in names if name in measured[0]]
+        best[method] = max(run, key=lambda name: measured[0][name][0]) if run else None
+    a, b = best["rgp"], best["dpsgd"]
+    if a and b:
+        gained = " / ".join(difference(*verdict(found[a], found[b])) for found in measured)
+        lines.append((f"RGP ({a[4:]}) - DP-SGD ({b[6:]})", gained, "", ""))
+    return table(("validation / held-out rows", "rates of the presets (x1)", "half (x0.5)", "a quarter (x0.25)"), lines)
 
 
 def bands(rows: Rows) -> str:
@@ -322,6 +346,7 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "other": other,
     "differences": differences,
     "few": few,
+    "noisy": noisy,
     "bands": bands,
     "mpnet": mpnet,
     "map": map_,

@@ -13,13 +13,14 @@ from rgp.train import config, setup
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
+import demo  # noqa: E402
 import driver  # noqa: E402
 import sst2  # noqa: E402
 import sst2_page  # noqa: E402
 import vision  # noqa: E402
 
-STAGES = {vision: driver.STAGES, sst2: sst2.STAGES}
-BOTH = pytest.mark.parametrize("script", [vision, sst2], ids=["vision", "sst2"])
+STAGES = {script: script.STAGES for script in (vision, sst2, demo)}
+ALL = pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
 
 
 @pytest.mark.parametrize(("script", "what"), [(script, what) for script, stages in STAGES.items() for what in stages])
@@ -32,7 +33,7 @@ def test_every_planned_run_has_valid_settings(script, what):
         assert setup.make_method(settings.method).name
 
 
-@BOTH
+@ALL
 def test_the_kept_results_are_planned_runs(script):
     planned = {job["name"]: job for what in STAGES[script] for job in script.planned(what)}
     rows = driver.read(script.RESULTS)
@@ -44,7 +45,7 @@ def test_the_kept_results_are_planned_runs(script):
         assert 0 < row["accuracy"] < 1
 
 
-@BOTH
+@ALL
 def test_the_kept_results_have_the_settings_that_the_list_says_today(script):
     """A preset that changes later would otherwise give old results a new meaning."""
     planned = {job["name"]: job for what in STAGES[script] for job in script.planned(what)}
@@ -54,8 +55,8 @@ def test_the_kept_results_have_the_settings_that_the_list_says_today(script):
         assert fingerprint(config.load(preset=job["preset"], changes=changes)) == row["settings"], row["name"]
 
 
-def test_the_tables_of_the_page_are_those_of_the_kept_results():
-    text = sst2_page.PAGE.read_text(encoding="utf-8")
+def test_the_tables_of_the_pages_are_those_of_the_kept_results():
+    text = "".join(page.read_text(encoding="utf-8") for page in sst2_page.PAGES)
     rows = driver.read(sst2.RESULTS)
     assert all(f"<!-- {name} -->" in text for name in sst2_page.TABLES)
     assert sst2_page.filled(text, rows) == text, "run: python experiments/sst2_page.py"
