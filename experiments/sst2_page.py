@@ -192,7 +192,7 @@ def few(rows: Rows) -> str:
 
 
 def noisy(rows: Rows) -> str:
-    """Where noise dominates: three rates for both methods, and the difference at the rate that seed 0 chose on the validation set."""
+    """Where noise dominates: three rates for both, and the difference at the rates that seed 0 chose on the validation set."""
     measured = [by_setting(rows, "noisy", measure) for measure in MEASURES]
     rates = ("1", "0.5", "0.25")
 
@@ -280,12 +280,20 @@ def cells_of_map(rows: Rows) -> dict[tuple[int, float, int], tuple[float, float]
     return cells
 
 
+def rounded(difference: float) -> float:
+    """To a tenth, and never -0.0."""
+    return round(difference, 1) + 0.0
+
+
 def map_(rows: Rows) -> str:
     """RGP less DP-SGD over epsilon, rows and steps."""
     cells = cells_of_map(rows)
 
     def cell(*key: Any) -> str:
-        return "{:.1f} - {:.1f}: **{:+.1f}**".format(*cells[key], cells[key][0] - cells[key][1]) if key in cells else ""
+        if key not in cells:
+            return ""
+        rgp, dpsgd = cells[key]
+        return f"{rgp:.1f} - {dpsgd:.1f}: **{rounded(rgp - dpsgd):+.1f}**"
 
     lines = [(str(s), str(e), *(cell(s, e, count) for count in ROWS)) for s in STEPS for e in EPSILONS]
     return table(("steps of 256", "epsilon", *(f"{count:,} rows" for count in ROWS)), lines)

@@ -9,7 +9,7 @@ from typing import Any
 from driver import by_setting
 from plots import draw_methods
 from sst2 import EPSILONS, ROWS, STEPS
-from sst2_page import cells_of_map
+from sst2_page import cells_of_map, rounded
 
 METHODS = {
     "rgp-long": ("RGP, 200 steps of 1024", "#0d4733"),
@@ -76,7 +76,7 @@ def draw_map(rows: list[dict[str, Any]], path: Path) -> None:
         values = [[gained[x, y] for x in range(len(ROWS))] for y in range(len(EPSILONS))]
         image = axes.imshow(values, cmap="BrBG", vmin=-3, vmax=3, origin="lower", aspect="auto")
         for (x, y), value in gained.items():
-            said = f"{value:+.1f}" if value == value else "not run"
+            said = f"{rounded(value):+.1f}" if value == value else "not run"
             axes.text(x, y, said, ha="center", va="center", color="white" if abs(value) > 1.8 else "black")
         axes.set_xticks(range(len(ROWS)), [f"{count:,}" for count in ROWS])
         axes.set_yticks(range(len(EPSILONS)), list(map(str, EPSILONS)))

@@ -13,13 +13,13 @@ from rgp.train import config, setup
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
-import demo  # noqa: E402
+import demo_settings  # noqa: E402
 import driver  # noqa: E402
 import sst2  # noqa: E402
 import sst2_page  # noqa: E402
 import vision  # noqa: E402
 
-STAGES = {script: script.STAGES for script in (vision, sst2, demo)}
+STAGES = {script: script.STAGES for script in (vision, sst2, demo_settings)}
 ALL = pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
 
 

@@ -1,7 +1,7 @@
 """How the settings of `rgp demo` were chosen: both methods, the same changes, five seeds, one line of JSON per finished run.
 
-    python experiments/demo.py trials --data ANY         digits, with other rows held out than those the demo shows
-    python experiments/demo.py show                      mean, standard error and paired differences
+    python experiments/demo_settings.py trials --data ANY         digits, with other rows held out than those the demo shows
+    python experiments/demo_settings.py show                      mean, standard error and paired differences
 
 The data come with scikit-learn; --data is not used. A run takes a few seconds. See driver.py.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import driver
 
-LIST = driver.HERE / "demo.yaml"
+LIST = driver.HERE / "demo_settings.yaml"
 RESULTS = driver.HERE / "results" / "demo.jsonl"
 STAGES = ("trials",)
 SPLIT = 1  # data.seed: which rows are held out; the demo's is 0
