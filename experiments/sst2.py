@@ -3,7 +3,7 @@
     python experiments/sst2.py tuning --data FOLDER      how the settings were chosen, on 3,000 rows of the training set
     python experiments/sst2.py tables --data FOLDER      the runs of the tables: validation set, and 5,000 held-out training rows
     python experiments/sst2.py few --data FOLDER         the same with 2,000 rows to train on
-    python experiments/sst2.py noisy --data FOLDER       the same at epsilon 0.5, with correlated noise, three rates each
+    python experiments/sst2.py noisy --data FOLDER       the same at epsilon 0.5, with correlated noise, four rates each
     python experiments/sst2.py bands --data FOLDER       independent and correlated noise, three rates each, on tuning's rows
     python experiments/sst2.py mpnet --data FOLDER       a model of BERT-base's size: FOLDER holds mpnet/ too
     python experiments/sst2.py map --data FOLDER         RGP and DP-SGD over epsilon, rows and steps

@@ -5,18 +5,14 @@ python experiments/sst2_page.py
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from driver import HERE, by_setting, mean_and_error, read, verdict
+from driver import HERE, by_setting, mean_and_error, verdict
+from pages import Rows, Tables, difference, fill, rounded, table, words
 from sst2 import EPSILONS, RESULTS, ROWS, STEPS
 
-from rgp.reproduce import markdown
-
 PAGES = tuple(HERE.parent / "docs" / name for name in ("results-sst2.md", "results-sst2-details.md"))
-Rows = list[dict[str, Any]]
 MEASURES = ("accuracy", "accuracy_held_out")
 HEAD = ("method", "noise dimensions", "epsilon", "seeds", "validation", "held-out rows", "CPU s")
 FINAL = {
@@ -110,16 +106,7 @@ TRIED = {
 
 
 def main() -> None:
-    rows = read(RESULTS)
-    for page in PAGES:
-        page.write_text(filled(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
-
-
-def filled(text: str, rows: Rows) -> str:
-    def block(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{TABLES[match[1]](rows)}\n<!-- end -->"
-
-    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+    fill(PAGES, RESULTS, TABLES)
 
 
 def short(rows: Rows) -> str:
@@ -169,10 +156,6 @@ def differences(rows: Rows) -> str:
     return table(("difference in points", "epsilon", "validation", "held-out rows", "CPU time, ratio"), lines)
 
 
-def difference(mean: float, error: float | None, word: str) -> str:
-    return f"{mean:+.1f}" + (f" ± {error:.1f}: **{word}**" if error is not None else "")
-
-
 def few(rows: Rows) -> str:
     """With few rows to train on: a head that starts from texts against one that starts from random numbers."""
     measured = [by_setting(rows, "few", measure) for measure in MEASURES]
@@ -192,9 +175,9 @@ def few(rows: Rows) -> str:
 
 
 def noisy(rows: Rows) -> str:
-    """Where noise dominates: three rates for both, and the difference at the rates that seed 0 chose on the validation set."""
+    """Where noise dominates: four rates for both, and the difference at the rates that seed 0 chose on the validation set."""
     measured = [by_setting(rows, "noisy", measure) for measure in MEASURES]
-    rates = ("1", "0.5", "0.25")
+    rates = ("2", "1", "0.5", "0.25")
 
     def cell(name: str) -> str:
         return " / ".join(words(list(found[name].values())) for found in measured) if name in measured[0] else ""
@@ -209,8 +192,11 @@ def noisy(rows: Rows) -> str:
     a, b = best["rgp"], best["dpsgd"]
     if a and b:
         gained = " / ".join(difference(*verdict(found[a], found[b])) for found in measured)
-        lines.append((f"RGP ({a[4:]}) - DP-SGD ({b[6:]})", gained, "", ""))
-    return table(("validation / held-out rows", "rates of the presets (x1)", "half (x0.5)", "a quarter (x0.25)"), lines)
+        lines.append((f"RGP ({a[4:]}) - DP-SGD ({b[6:]})", gained, "", "", ""))
+    return table(
+        ("validation / held-out rows", "twice (x2)", "rates of the presets (x1)", "half (x0.5)", "a quarter (x0.25)"),
+        lines,
+    )
 
 
 def bands(rows: Rows) -> str:
@@ -280,11 +266,6 @@ def cells_of_map(rows: Rows) -> dict[tuple[int, float, int], tuple[float, float]
     return cells
 
 
-def rounded(difference: float) -> float:
-    """To a tenth, and never -0.0."""
-    return round(difference, 1) + 0.0
-
-
 def map_(rows: Rows) -> str:
     """RGP less DP-SGD over epsilon, rows and steps."""
     cells = cells_of_map(rows)
@@ -339,16 +320,7 @@ def runs_of(rows: Rows, name: str) -> Rows:
     return [row for row in rows if row["name"].startswith(f"tables/{name}/")]
 
 
-def words(values: list[float]) -> str:
-    mean, error = mean_and_error(values)
-    return f"{mean:.1f}" + (f" ± {error:.1f}" if error is not None else "")
-
-
-def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
-    return "\n".join(markdown.table(head, [line for line in lines if line]))
-
-
-TABLES: dict[str, Callable[[Rows], str]] = {
+TABLES: Tables = {
     "short": short,
     "final": final,
     "other": other,

@@ -7,9 +7,10 @@ from statistics import mean
 from typing import Any
 
 from driver import by_setting
+from pages import rounded
 from plots import draw_methods
 from sst2 import EPSILONS, ROWS, STEPS
-from sst2_page import cells_of_map, rounded
+from sst2_page import cells_of_map
 
 METHODS = {
     "rgp-long": ("RGP, 200 steps of 1024", "#0d4733"),

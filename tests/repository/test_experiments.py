@@ -15,9 +15,11 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 import demo_settings  # noqa: E402
 import driver  # noqa: E402
+import pages  # noqa: E402
 import sst2  # noqa: E402
 import sst2_page  # noqa: E402
 import vision  # noqa: E402
+import vision_page  # noqa: E402
 
 STAGES = {script: script.STAGES for script in (vision, sst2, demo_settings)}
 ALL = pytest.mark.parametrize("script", STAGES, ids=lambda script: script.__name__)
@@ -55,13 +57,14 @@ def test_the_kept_results_have_the_settings_that_the_list_says_today(script):
         assert fingerprint(config.load(preset=job["preset"], changes=changes)) == row["settings"], row["name"]
 
 
-def test_the_tables_of_the_pages_are_those_of_the_kept_results():
-    text = "".join(page.read_text(encoding="utf-8") for page in sst2_page.PAGES)
-    rows = driver.read(sst2.RESULTS)
-    assert all(f"<!-- {name} -->" in text for name in sst2_page.TABLES)
-    assert sst2_page.filled(text, rows) == text, "run: python experiments/sst2_page.py"
+@pytest.mark.parametrize("page", [sst2_page, vision_page], ids=lambda page: page.__name__)
+def test_the_tables_of_the_pages_are_those_of_the_kept_results(page):
+    text = "".join(path.read_text(encoding="utf-8") for path in page.PAGES)
+    rows = driver.read(page.RESULTS)
+    assert all(f"<!-- {name} -->" in text for name in page.TABLES)
+    assert pages.filled(text, rows, page.TABLES) == text, f"run: python experiments/{page.__name__}.py"
     rows[0] = {**rows[0], "accuracy": rows[0]["accuracy"] + 0.01}
-    assert sst2_page.filled(text, rows) != text
+    assert pages.filled(text, rows, page.TABLES) != text
 
 
 def test_the_page_compares_planned_runs():
