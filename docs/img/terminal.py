@@ -1,8 +1,9 @@
-"""Makes terminal.png: `rgp demo`, run in a pseudo-terminal, drawn by rich, photographed by Chromium.
+"""Makes terminal.png and report.png: `rgp demo`, run in a pseudo-terminal, drawn by rich, photographed by Chromium.
 
     python docs/img/terminal.py [COMMAND...]
 
-The command is really run, in an empty folder; what the picture shows is the last state of its terminal.
+The command is really run, in an empty folder; terminal.png shows the last state of its terminal, report.png the top of the
+report that it wrote. Run it on a quiet machine: the demo measures times.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 COLUMNS, ROWS = 94, 60
-PICTURE = Path(__file__).with_name("terminal.png")
+PICTURES = Path(__file__).parent
 
 
 def record(command: list[str], folder: str) -> str:
@@ -86,12 +87,17 @@ def draw(title: str, lines: list[Text], folder: Path) -> None:
     width, height = (round(float(n)) for n in re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
     page = folder / "page.html"
     page.write_text(f'<body style="margin:0">{svg}</body>', encoding="utf-8")
+    photograph(page, PICTURES / "terminal.png", width, height)
+
+
+def photograph(page: Path, picture: Path, width: int, height: int) -> None:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         raise SystemExit("a browser is needed: apt-get install chromium")
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={width},{height}"]
-    command = [browser, *options, "--default-background-color=00000000", f"--screenshot={PICTURE}", str(page)]
+    command = [browser, *options, "--default-background-color=00000000", f"--screenshot={picture}", str(page)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
+    print(f"written: {picture}")
 
 
 if __name__ == "__main__":
@@ -99,4 +105,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         screen = last_screen(record(words, name))
         draw(" ".join(words), screen, Path(name))
-    print(f"written: {PICTURE}")
+        report = Path(name, "runs/demo/report.html")
+        if report.exists():
+            photograph(report, PICTURES / "report.png", 980, 1180)

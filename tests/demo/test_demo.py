@@ -71,6 +71,13 @@ def test_report_and_table(result, capsys):
     json.dumps(result, allow_nan=False)
 
 
+@pytest.mark.parametrize(("busy", "said"), [(1.5, True), (0.0, False), (None, False)])
+def test_times_of_a_busy_machine_are_not_believed(result, busy, said, capsys):
+    machine = result["cost"]["machine"] | {"busy_elsewhere": busy}
+    demo.show_demo(result | {"cost": result["cost"] | {"machine": machine}})
+    assert ("other programs kept 1.5 cores busy" in " ".join(capsys.readouterr().out.split())) == said
+
+
 def test_an_existing_folder_is_not_touched(tmp_path):
     (tmp_path / "mine").write_text("dear")
     refused = CliRunner().invoke(cli.app, ["demo", "--out", str(tmp_path)])

@@ -84,12 +84,18 @@ def show_circumstances(report: dict[str, Any], console: Console) -> None:
     load = machine["load_before"]
     if load is not None and load > 0.5:
         console.print(f"[yellow]the load average was {load} before the start: something else was running[/yellow]")
-    busy = machine.get("busy_elsewhere")
-    if busy is not None and busy > BUSY:
+    if busy := busy_note(machine):
         console.print(
-            f"[yellow]others kept {busy} cores busy while steps were measured: take no number from this run but ratios of CPU "
-            "time (cpu_ratio_to_bound in --json)[/yellow]"
+            f"[yellow]{busy}: take no number from this run but ratios of CPU time (cpu_ratio_to_bound in --json)[/yellow]"
         )
+
+
+def busy_note(machine: dict[str, Any]) -> str | None:
+    """Whether the times were measured while other programs were at work; None on a quiet machine."""
+    busy = machine.get("busy_elsewhere")
+    if busy is None or busy <= BUSY:
+        return None
+    return f"other programs kept {busy} cores busy while steps were measured"
 
 
 def show_errors(report: dict[str, Any], console: Console) -> None:

@@ -93,6 +93,7 @@ def _keep_attack(out: Path, result: dict[str, Any]) -> None:
 def show_demo(result: dict[str, Any]) -> None:
     from rich.console import Console
 
+    from rgp.bench.report import busy_note
     from rgp.report.attacks import better_than_a_coin
 
     console = Console(highlight=False)
@@ -110,6 +111,8 @@ def show_demo(result: dict[str, Any]) -> None:
         f"{settings['batch']} texts of {settings['seq']} tokens, median of {settings['repeats']} steps each, taken in turn. RGP "
         "keeps its carriers and the optimizer's state thin."
     )
+    if busy := busy_note(result["cost"]["machine"]):
+        console.print(f"[yellow]These times say little: {busy}. Try again on a quiet machine.[/]")
     if result["report"] is not None:
         console.print(f"\nreport: [bold]{result['report']}[/]", soft_wrap=True)
     console.print(f"runs:   {Path(first['folder']).parent}", soft_wrap=True)
