@@ -105,11 +105,11 @@ def split(data: Path) -> dict[str, Path]:
     return folders
 
 
-def accuracy(out: Path, data: Path) -> float:
-    """A finished run's accuracy on the test rows of another folder."""
+def accuracy(out: Path, data: Path, *, search: bool = False) -> float:
+    """A finished run's accuracy on the test rows of another folder. search: that of the best run of a search."""
     from rgp.train import setup, weights
 
-    settings, parts, _ = weights.load_trained(out)
+    settings, parts, _ = weights.load_trained(out, search=search)
     rows = rows_in(data, settings)
     _, right = setup.example_losses(
         parts.model, rows.test, collate_fn=rows.collate_fn, device=parts.device, batch_size=128
