@@ -2,9 +2,9 @@
 
     python experiments/sst2_tune.py --data FOLDER --out FOLDER       continues where it was stopped
 
-FOLDER of --data holds sst2/ and minilm/; the 62,349 rows of the tables to train on, a public score on the validation set, and then
-the 5,000 held-out rows. One line of JSON goes to results/tune.jsonl. It holds neither the number of trials nor how long they took:
-both are secrets of the search (docs/tuning.md).
+FOLDER of --data holds sst2/ and minilm/. It trains on the 62,349 rows of the tables, with a public score on the validation set,
+and measures the 5,000 held-out rows at the end. One line of JSON goes to results/tune.jsonl, with neither the number of trials
+nor how long they took: both are secrets of the search (docs/tuning.md).
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ def _train(preset: str, out: Path, settings: list[str], quiet: bool) -> dict[str
         command += ["--set", change]
     if not quiet:
         print(f"\n$ rgp {' '.join(command[3:])}", file=sys.stderr, flush=True)
-    done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None, text=True)
+    done = subprocess.run(
+        [*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None, text=True
+    )
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode:
