@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,15 @@ def make_folder(folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         sync_folder(folder.parent)
+
+
+def cache_folder() -> Path:
+    """What can be made or fetched again is kept here."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rgp"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))) / "rgp"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rgp"
 
 
 def remove(path: Path) -> None:

@@ -190,6 +190,25 @@ class CarriedSlot(Slot):
             self._store(self.right, dR if same else self._reordered(dR, taps_first=self.taps_first))
         self.used = self.filled = True
 
+    def room(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None] | None:
+        """Where a rule may write dL_i transposed and dR_i by itself, as they are to be released; then it calls `wrote`.
+
+        None where something is there already, or where more has to be done with them.
+        """
+        sides = [side for side in (self.left, self.right) if side is not None]
+        if (
+            self.filled
+            or self.muted
+            or self.taps_first
+            or self.rows is not None
+            or any(s.dtype != dtype for s in sides)
+        ):
+            return None
+        return self.left, self.right
+
+    def wrote(self) -> None:
+        self.taps_first, self.used, self.filled = False, True, True
+
     def add_dense(self, gradients: Tensor) -> None:
         G = gradients.reshape(gradients.shape[0], self.entry.p, self.entry.d)
         dLt = torch.matmul(self.R.to(G.dtype), G.mT) if self.needs_left else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rgp.files import cache_folder
 from rgp.members import Members
 from rgp.units import ROWS_PER_UNIT
 
@@ -127,11 +127,7 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
         return Path(folder).expanduser()
     if os.environ.get("RGP_DATA"):
         return Path(os.environ["RGP_DATA"]).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "rgp"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))) / "rgp"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rgp"
+    return cache_folder()
 
 
 def listing(names: Any, most: int = 12) -> str:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from rgp.errors import UnsupportedError
 from rgp.grouping import UnitRows, UnitUse, formed_squared_norms
 from rgp.norms import at_least_float32, outer_squared_norms, size, times, unit_outer_squared_norms, without
-from rgp.rules import rule
+from rgp.rules import conv_native, rule
 from rgp.rules.norm import add_channels
 from rgp.slots import DeferredSlot
 
@@ -200,6 +200,9 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 def _carried(slot, geometry, x, g) -> None:
     """dL_i transposed (m, r, p) and dR_i (m, r, d). Groups stand side by side in dL_i and add up in dR_i."""
     m, r, groups = g.shape[0], slot.entry.rank, geometry.groups
+    if conv_native.takes(slot, geometry, x, g):
+        conv_native.fill(slot, geometry, x, g)
+        return
     split = _grouped(g, groups)
     dLt = dR = None
     taps_first = False
