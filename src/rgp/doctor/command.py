@@ -54,6 +54,7 @@ def text(found: dict[str, Any]) -> str:
     lines = [
         f"rgp        {found['rgp']}, Python {found['python']}, {found['system']}, {found['cores']} cores",
         f"device     {found['device']}; GPUs: {gpus}",
+        f"compiled   {'convolutions in C++' if found['native_convolutions'] else 'nothing; torch does it all'}",
         f"installed  {versions}",
         f"extras     complete: {', '.join(full) or 'none'}",
         *(f"           {name} lacks {', '.join(lacks)}" for name, lacks in found["extras"].items() if lacks),

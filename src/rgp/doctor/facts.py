@@ -48,6 +48,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     from rgp import __version__
+    from rgp.rules import conv_native
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -59,6 +60,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": "cuda" if gpus else "cpu",
         "gpus": gpus,
+        "native_convolutions": conv_native.library() is not None,
         "mps": bool(torch.backends.mps.is_available()),
     }
 
