@@ -15,8 +15,12 @@ Rows = list[dict[str, Any]]
 Tables = dict[str, Callable[[Rows], str]]
 
 
-def fill(pages: tuple[Path, ...], results: Path, tables: Tables) -> None:
-    rows = read(results)
+def rows_in(results: tuple[Path, ...]) -> Rows:
+    return [row for path in results if path.exists() for row in read(path)]
+
+
+def fill(pages: tuple[Path, ...], results: tuple[Path, ...], tables: Tables) -> None:
+    rows = rows_in(results)
     for page in pages:
         page.write_text(filled(page.read_text(encoding="utf-8"), rows, tables), encoding="utf-8")
 

@@ -47,7 +47,7 @@ def main() -> None:
     subprocess.run(command, check=True)
     found = json.loads((given.out / "tune.json").read_text(encoding="utf-8"))
     row = {
-        "name": f"tune/rgp-e{EPSILON}-steps{SET['training.steps']}",
+        "name": f"tune/rgp-e{EPSILON}-steps{SET['training.steps']}/0",
         "preset": PRESET,
         "set": SET,
         "search": {key: value for key, value in found.items() if key != "settings"},

@@ -60,7 +60,7 @@ def test_the_kept_results_have_the_settings_that_the_list_says_today(script):
 @pytest.mark.parametrize("page", [sst2_page, vision_page], ids=lambda page: page.__name__)
 def test_the_tables_of_the_pages_are_those_of_the_kept_results(page):
     text = "".join(path.read_text(encoding="utf-8") for path in page.PAGES)
-    rows = driver.read(page.RESULTS)
+    rows = pages.rows_in(page.RESULTS)
     assert all(f"<!-- {name} -->" in text for name in page.TABLES)
     assert pages.filled(text, rows, page.TABLES) == text, f"run: python experiments/{page.__name__}.py"
     rows[0] = {**rows[0], "accuracy": rows[0]["accuracy"] + 0.01}
