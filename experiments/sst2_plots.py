@@ -14,12 +14,14 @@ from sst2_page import cells_of_map
 
 METHODS = {
     "rgp-long": ("RGP, 200 steps of 1024", "#0d4733"),
+    "rgp-bands": ("RGP, EMA, correlated noise", "#14634a"),
     "rgp-r16-ema": ("RGP, EMA", "#1b7f5c"),
     "rgp-r16": ("RGP", "#3c9977"),
     "rgp-public": ("RGP, rank 2", "#66b394"),
     "rgp": ("RGP, first settings", "#86c2a8"),
     "rgp-random": ("RGP-random", "#b9dccd"),
     "dpsgd-long": ("DP-SGD, 200 steps of 1024", "#7a3510"),
+    "dpsgd-bands": ("DP-SGD, EMA, correlated noise", "#9e4512"),
     "dpsgd-ema": ("DP-SGD, EMA", "#c2571a"),
     "dpsgd-lr2e-3": ("DP-SGD", "#dd9c74"),
     "bitfit-ema": ("BiTFiT, EMA", "#8c6d31"),
