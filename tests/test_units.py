@@ -286,6 +286,9 @@ def test_ids_that_cannot_be_right_are_refused_or_noticed():
         ([1.0, 1.0, float("nan"), 2, 2, 3], "row 2 has no id"),
         ([1, 1, np.float32("nan"), 2, 2, 3], "row 2 has no id"),
         ([1, 1, "", 2, 2, 3], "row 2 has no id"),
+        (["1", "1", " ", "2", "2", "3"], "row 2 has no id"),
+        ([1, 1, np.datetime64("NaT"), 2, 2, 3], "row 2 has no id"),
+        (list(torch.tensor([[1, 2]] * 6)), "a Tensor, which is not hashable"),
         ([1, 1, [2], 2, 2, 3], "a list, which is not hashable"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -294,15 +297,20 @@ def test_ids_that_cannot_be_right_are_refused_or_noticed():
         privatize(toy(), data, rows_per_unit=3)
     with pytest.raises(ValueError, match="rows_per_unit must be an integer of at least 1"):
         privatize(toy(), data, units=[1, 1, 2, 2, 3, 3], rows_per_unit=0, batch_size=2)
-    with pytest.raises(TypeError, match="one id per row"):
-        privatize(toy(), data, units="user", batch_size=2)
+    for ids in ("user", {0: "a", 1: "a"}, {"a", "b"}):
+        with pytest.raises(TypeError, match="one id per row"):
+            privatize(toy(), data, units=ids, batch_size=2)
     with pytest.warns(UserWarning, match="all ids are different"):
         privatize(toy(), data, units=range(6), batch_size=2)
     with pytest.warns(UserWarning, match="has most of the rows"):
         privatize(toy(), data, units=[1, 1, 1, 1, 2, 3], batch_size=2)
+    with pytest.warns(UserWarning, match="several rows have the id 'NA'"):
+        privatize(toy(), data, units=["a", "a", "NA", "b", "b", "NA"], batch_size=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         privatize(toy(), data, units=torch.tensor([1, 1, 2, 2, 3, 3]), batch_size=2)
+        apart = list(torch.tensor([1, 1, 2, 2, 3, 3]))  # equal, and told apart by a dictionary
+        assert privatize(toy(), data, units=apart, batch_size=2).mechanism.unit.size == 3
 
 
 def test_delta_and_epsilon_are_about_units():

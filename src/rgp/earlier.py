@@ -1,4 +1,4 @@
-"""Earlier releases of the same data: a model remembers the runs that trained it, and ledgers can be added up.
+"""Earlier releases of the same data: parameters remember the runs that trained them, and ledgers can be added up.
 
 Training "a little longer" with a second `privatize` is a second release of the same people. Each ledger knows its own run, so
 the second has to be told about the first: `privatize(..., after=LEDGER)` includes its releases.
@@ -10,30 +10,55 @@ import os
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rgp.accounting import Event
 from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
 from rgp.units import Unit, unit_from_json
 
-_runs: weakref.WeakKeyDictionary[nn.Module, list[tuple[Ledger, int]]] = weakref.WeakKeyDictionary()
+_runs: dict[int, tuple[weakref.ref[Tensor], list[tuple[Ledger, int]]]] = {}  # by id(parameter), while it lives
+_noticed: list[list[Ledger]] = []
 
 
-def remember(model: nn.Module, ledger: Ledger, dataset: Any) -> None:
-    """Note that a run over this dataset trains the model from now on."""
-    _runs.setdefault(model, []).append((ledger, id(dataset)))
+def remember(trained: Iterable[Tensor], ledger: Ledger, dataset: Any) -> None:
+    """Note that a run over this dataset trains these parameters from now on."""
+    for parameter in trained:
+        key = id(parameter)
+        if key not in _runs:
+            _runs[key] = weakref.ref(parameter, lambda _, key=key: _runs.pop(key, None)), []  # type: ignore[misc]
+        _runs[key][1].append((ledger, id(dataset)))
+    for found in _noticed:
+        found.append(ledger)
+
+
+def runs_of(model: nn.Module) -> list[tuple[Ledger, int]]:
+    """(ledger, id of the dataset) of the runs of this process that trained anything of this model, itself or in another one."""
+    known = (_runs[id(p)][1] for p in model.parameters() if id(p) in _runs)
+    return list({id(ledger): (ledger, data) for runs in known for ledger, data in runs}.values())
+
+
+@contextmanager
+def noticing() -> Iterator[list[Ledger]]:
+    """The ledgers of the runs that are made or resumed inside, whoever makes them."""
+    found: list[Ledger] = []
+    _noticed.append(found)
+    try:
+        yield found
+    finally:
+        _noticed[:] = [other for other in _noticed if other is not found]
 
 
 def check_all_named(model: nn.Module, dataset: Any, size: int, earlier: Sequence[Earlier]) -> None:
     """Refuse a model that a run of this process has trained on the same data, unless it is among the earlier ones as it stands
     now; warn if the data look different."""
     named = Counter(head for run in earlier for head in run.heads)  # two runs with one seed may have equal heads
-    for ledger, data in _runs.get(model, ()):
+    for ledger, data in runs_of(model):
         if not ledger.count:
             continue
         if named[ledger.head]:
@@ -43,14 +68,14 @@ def check_all_named(model: nn.Module, dataset: Any, size: int, earlier: Sequence
         over = f"{before} {_units(ledger)}"
         if data == id(dataset) or before == size:
             raise WrongUseError(
-                f"this model was trained by an earlier run of this process, with {ledger.count} releases over {over}: an "
-                "epsilon that leaves them out would be too small. Give after=run.ledger (or after=FOLDER) of the earlier run, or "
-                "a list of them all, and epsilon counts them; or after=() if their rows have nobody in common. To start anew, "
-                "make a new model."
+                f"this model, or a part of it, was trained by an earlier run of this process, with {ledger.count} releases over "
+                f"{over}: an epsilon that leaves them out would be too small. Give after=run.ledger (or after=FOLDER) of the "
+                "earlier run, or a list of them all, and epsilon counts them; or after=() if their rows have nobody in common. "
+                "To start anew, make a new model."
             )
         warnings.warn(
-            f"this model was trained by an earlier run of this process, over {over}. If they have people in common with "
-            "this run's, epsilon has to count both: after=run.ledger. If not, say so: after=()."
+            f"this model, or a part of it, was trained by an earlier run of this process, over {over}. If they have people in "
+            "common with this run's, epsilon has to count both: after=run.ledger. If not, say so: after=()."
         )
 
 

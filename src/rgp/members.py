@@ -15,11 +15,12 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from rgp.streams import Streams
 from rgp.units import ROWS_PER_UNIT, Persons
@@ -27,6 +28,16 @@ from rgp.validate import check_count
 
 ROWS = 1 << 32  # among the parts of the sampling stream: where those of the units begin
 MOST = 0.5  # a unit with more than this share of the rows is worth a warning
+UNKNOWN = (
+    "-",
+    "?",
+    "n/a",
+    "na",
+    "nan",
+    "none",
+    "null",
+    "unknown",
+)  # what tables have where nobody knows whose a row is
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Members:
         column: str | None = None,
         row: str = "row",
     ) -> None:
-        numbers = _numbered(ids)
+        numbers, self._unknown = _numbered(ids)
         size = int(numbers.max()) + 1 if len(numbers) else 0
         self._of_row = numbers
         self._order = np.argsort(numbers, kind="stable")
@@ -111,6 +122,12 @@ class Members:
                 f"{what}: one {self.unit.noun} has most of the {self.unit.row}s. Is its id a placeholder for unknown ones? They "
                 "count as one unit, and of all its rows a step uses few."
             )
+        for name, unit in self._unknown.items():
+            if len(self.of(unit)) > 1:
+                warnings.warn(
+                    f"{what}: several rows have the id {name!r}. If it stands for unknown {self.unit.noun}s, they count as one "
+                    "unit, and none of them is protected: leave these rows out, or give each an id of its own if nobody has two."
+                )
 
     def draw(self, streams: Streams, step: int, attempt: int, unit: int) -> np.ndarray:
         """The rows of a drawn unit that this step uses, ascending."""
@@ -136,38 +153,44 @@ def as_members(units: Any, rows_per_unit: int | None) -> Members | None:
         if rows_per_unit is not None and rows_per_unit != units.unit.rows_per_unit:
             raise ValueError(f"rows_per_unit={rows_per_unit}, and units was made for {units.unit.rows_per_unit}")
         return units
-    if isinstance(units, (str, bytes)) or not hasattr(units, "__len__"):
-        raise TypeError(f"units must be one id per row of the dataset, such as a list; got {units!r}")
+    if isinstance(units, (str, bytes, Mapping, Set)) or not hasattr(units, "__len__"):
+        raise TypeError(f"units must be one id per row of the dataset, in their order, such as a list; got {units!r}")
     name = getattr(units, "name", None)  # of a pandas Series
     ids = units.tolist() if hasattr(units, "tolist") else list(units)
     column = name if isinstance(name, str) else None
     return Members(ids, rows_per_unit=ROWS_PER_UNIT if rows_per_unit is None else rows_per_unit, column=column)
 
 
-def _numbered(ids: Sequence[Hashable]) -> np.ndarray:
+def _numbered(ids: Sequence[Hashable]) -> tuple[np.ndarray, dict[str, int]]:
+    """Each row's unit, by number; and the units whose id looks like a word for unknown ones."""
     known: dict[Hashable, int] = {}
     numbers: np.ndarray = np.empty(len(ids), np.int64)
-    for row, name in enumerate(ids):
-        if name is None or name == "" or _is_nan(name):
+    for row, given in enumerate(ids):
+        # of equal tensors each would be somebody else
+        name = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
+        if _is_missing(name):
             raise ValueError(
                 f"units: row {row} has no id ({name!r}). Rows of unknown persons cannot be protected as a person's: leave them "
                 "out, or give each an id of its own if nobody has two of them."
             )
         try:
+            if isinstance(name, Tensor):
+                raise TypeError
             numbers[row] = known.setdefault(name, len(known))
         except TypeError as error:
             raise ValueError(f"units: the id of row {row} is a {type(name).__name__}, which is not hashable") from error
-    return numbers
+    unknown = {name: n for name, n in known.items() if isinstance(name, str) and name.strip().lower() in UNKNOWN}
+    return numbers, unknown
 
 
-def _is_nan(value: Any) -> bool:
-    kind = type(value).__name__
-    if kind in ("NAType", "NaTType"):
+def _is_missing(value: Any) -> bool:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return True
-    try:
-        return isinstance(value, (float, np.floating)) and math.isnan(value)
-    except TypeError:
-        return False
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        return bool(np.isnat(value))
+    return isinstance(value, (float, np.floating)) and math.isnan(value)
 
 
 def cut_units(

@@ -277,5 +277,5 @@ def assemble(
         loss_reduction=loading.loss_reduction,
         called=called,
     )
-    remember(model, ledger, dataset)
+    remember(trained.trained.values(), ledger, dataset)
     return Run(step, dataset, loading, streams, rehearse=probe)

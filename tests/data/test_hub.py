@@ -110,17 +110,33 @@ def make_files():
     glue = {f"sst2/{split}.csv": table.getvalue().encode() for split in ("train", "validation")}
     card = "---\nconfigs:\n- config_name: sst2\n  data_files:\n  - {split: train, path: sst2/train.csv}\n"
     glue["README.md"] = f"{card}  - {{split: validation, path: sst2/validation.csv}}\n---\n".encode()
-    return {"datasets/nyu-mll/glue": glue, "datasets/who/pets": {"train.parquet": pictures()}}
+    table = io.StringIO()
+    csv.writer(table).writerows(
+        [("sentence", "label", "author"), *((t, y, f"a{i % 10}") for i, (t, y) in enumerate(rows))]
+    )
+    talk = {"train.csv": table.getvalue().encode(), "test.csv": table.getvalue().encode()}
+    return {
+        "datasets/nyu-mll/glue": glue,
+        "datasets/who/pets": {"train.parquet": pictures()},
+        "datasets/who/owned": {"train.parquet": pictures(owner=[0, 1, 2, 3, 4] * 2)},
+        "datasets/who/talk": talk,
+        "datasets/who/notes": {"train.csv": talk["train.csv"]},
+    }
 
 
-def pictures():
+def pictures(**more):
     """As the hub keeps images: a Parquet file with PNG bytes, and the columns' kinds in its metadata."""
     import datasets
     from PIL import Image
 
     pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), dtype=np.uint8)
-    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    rows = {"img": [Image.fromarray(x) for x in pixels], "label": [i % 2 for i in range(10)]}
+    kinds = {"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    features = datasets.Features({**kinds, **{name: datasets.Value("int64") for name in more}})
+    rows = {
+        "img": [Image.fromarray(x) for x in pixels],
+        "label": [i % 2 for i in range(10)],
+        **more,
+    }
     file = io.BytesIO()
     datasets.Dataset.from_dict(rows, features=features).to_parquet(file)
     return file.getvalue()
@@ -154,6 +170,43 @@ def test_datasets_of_the_hub_by_name(client):
     assert got["texts"] == [20, 20, True, ["0", "1"]] and got["ids"] == [4, 1, 3, 4] and got["label"] == 1
     assert got["pets"] == [8, 2, False, ["cat", "dog"], [3, 8, 8]]
     assert -1 <= got["low, high"][0] < -0.9 and 0.9 < got["low, high"][1] <= 1
+
+
+PERSONS = """
+import json
+from rgp.data import DataError, DataSpec, load
+
+class Words:
+    pad_token_id, padding_side, name_or_path = 0, "right", "words"
+    def __call__(self, texts, truncation, max_length):
+        return {"input_ids": [[len(w) for w in text.split()] for text in texts]}
+
+def told(name, column, **more):
+    data = load(DataSpec(name=name, units=column, rows_per_unit=3, tokenizer=Words(), **more))
+    rows = [len(data.train), len(data.test)]
+    return [rows, data.members.rows, data.units, data.test_members.unit.size, data.members.unit.describe(), data.description]
+
+try:
+    load(DataSpec(name="who/talk", units="user", tokenizer=Words()))
+except DataError as error:
+    wrong = str(error)
+print(json.dumps([told("who/talk", "author"), told("hf:who/notes", "author"), told("who/owned", "owner", seed=1), wrong]))
+"""
+
+
+def test_persons_of_the_hubs_datasets(client):
+    """A column says whose a row is: of texts with and without a test split, and of pictures."""
+    done = client("-c", PERSONS)
+    assert done.returncode == 0, done.stderr
+    split, held_out, pets, wrong = json.loads(done.stdout.splitlines()[-1])
+    assert split[:4] == [[20, 20], 20, 10, 10]
+    for (train, test), rows, persons, others, *_ in (held_out, pets):
+        assert train == rows == 2 * persons and test == 2 * others  # whoever is held out is so with all their rows
+    assert held_out[2] + held_out[3] == 10 and pets[2] + pets[3] == 5
+    assert split[4] == "one person (column author), at most 3 rows in a step" and "column owner" in pets[4]
+    for (train, test), *_, description in (split, held_out, pets):
+        assert str(train) not in description and str(test) not in description  # how many rows there are is private
+    assert "no column 'user'; its columns are sentence, label, author" in wrong
 
 
 def test_data_get_from_the_hub(client, tmp_path):

@@ -1045,6 +1045,13 @@ UNITS = group(
         by=("test_units.py::test_large_parameters_are_clipped_by_unit_without_forming_their_gradients",),
     ),
     mutant(
+        "equal ids that are told apart",
+        "tensors as ids: every row is a person of its own",
+        ("members.py", "given.item() if isinstance(given, Tensor) and given.numel() == 1 else given", "given"),
+        ("members.py", "            if isinstance(name, Tensor):\n                raise TypeError\n", ""),
+        by=("test_units.py::test_ids_that_cannot_be_right_are_refused_or_noticed",),
+    ),
+    mutant(
         "rates of rows for units",
         "q and delta are those of rows",
         ("privatize.py", "unit: Unit = Rows(size) if members is None else members.unit", "unit: Unit = Rows(size)"),
@@ -1119,6 +1126,18 @@ TUNING = group(
         by=("tuning/test_tuning_api.py::test_correlated_noise_is_paid_for_by_the_turns_of_a_group",),
     ),
     mutant(
+        "a trial goes on where an earlier one ended",
+        "what a losing trial learned is released with the best one",
+        ("tuning/api.py", "            _earlier=tuple(earlier),\n", ""),
+        by=("hostile/test_promise_search.py::test_a_trial_that_trains_on_from_an_earlier_one",),
+    ),
+    mutant(
+        "a run beside the one that is paid for",
+        "what a trial released by other runs than its own is not looked at",
+        ("earlier.py", "    for found in _noticed:\n        found.append(ledger)\n", ""),
+        by=("hostile/test_promise_search.py::test_a_run_beside_the_one_that_is_paid_for",),
+    ),
+    mutant(
         "score not charged",
         "a private score is free",
         ("tuning/scores.py", "return () if self.noise is None else (Event(1.0, self.noise),)", "return ()"),
@@ -1160,6 +1179,12 @@ TUNING = group(
 
 HOSTILE = group(
     "Hostile reviews",
+    mutant(
+        "a trained part in a new model",
+        "a new model with a part that an earlier run trained counts as untouched",
+        ("earlier.py", "for p in model.parameters() if id(p) in _runs)", "for p in model.parameters() if False)"),
+        by=("hostile/test_promise_search.py::test_a_new_head_on_what_an_earlier_run_trained",),
+    ),
     mutant(
         "deals not added up",
         "groups that were dealt anew after a lost secret are charged as if they were the first ones",

@@ -63,7 +63,7 @@ def test_trials_of_ones_own_loop_draw_persons():
     def train(trial, **changes):
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=trial.settings["lr"])
-        run = trial.privatize(model, optimizer, rows, **{"units": ids, "rows_per_unit": 3, "after": (), **changes})
+        run = trial.privatize(model, optimizer, rows, **{"units": ids, "rows_per_unit": 3, **changes})
         for inputs, labels in run:
             run.step(F.cross_entropy(model(inputs), labels))
         run.close()

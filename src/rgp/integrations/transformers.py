@@ -440,5 +440,4 @@ def find_members(dataset: Any, column: str, rows_per_unit: int | None) -> Member
         )
     columns = hasattr(dataset, "column_names")
     ids = list(dataset[column]) if columns else [dataset[i][column] for i in range(len(dataset))]
-    ids = [name.item() if isinstance(name, Tensor) else name for name in ids]
     return Members(ids, rows_per_unit=ROWS_PER_UNIT if rows_per_unit is None else rows_per_unit, column=column)

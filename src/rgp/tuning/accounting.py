@@ -49,7 +49,7 @@ def epsilon(trials: Sequence[Trial], law: Law, *, delta: float, accountant: str 
     kinds = {merge(trial) for trial in trials}
     if len(kinds) > 1:
         raise ValueError(
-            f'accountant="{accountant}": the settings of the search differ in batch size or number of steps, for which '
+            f'accountant="{accountant}": the settings of the search differ in batch size, steps or bands, for which '
             f'dp-accounting has no event. Use accountant="{PLD.name}", or take these keys out of the space.'
         )
     (kind,) = kinds

@@ -10,7 +10,9 @@ from typing import Any
 
 from rgp import accounting
 from rgp.composition import merge
+from rgp.earlier import noticing, runs_of
 from rgp.errors import WrongUseError
+from rgp.ledger import Ledger
 from rgp.members import as_members
 from rgp.privatize import privatize
 from rgp.run import Run
@@ -26,8 +28,9 @@ from rgp.tuning.trials import Drawn
 class Trial:
     """What `train` is given: settings that were drawn, and the noise that is paid for.
 
-    Call `privatize` in place of `rgp.privatize`: batch size, steps, noise and delta are the plan's, and what the run released is
-    checked afterwards. A loop with other tools (none of rgp's runs) must keep to batch_size, steps and noise_multiplier itself.
+    Call `privatize` in place of `rgp.privatize`: batch size, steps, noise and delta are the plan's. What runs of rgp released,
+    however they were made, is checked afterwards. A loop with other tools must keep to batch_size, steps and noise_multiplier
+    itself.
     """
 
     settings: Mapping[str, Any]
@@ -39,6 +42,7 @@ class Trial:
     seed: int | None = None  # for this trial alone; None unless the search was given one
     bands: int = 1  # steps over which its noise is correlated
     _runs: list[Run] = field(default_factory=list, repr=False)
+    _earlier: Sequence[Ledger] = field(default=(), repr=False)  # of the trials before it
 
     def privatize(self, model: Any, optimizer: Any, dataset: Any, **options: Any) -> Run:
         """`rgp.privatize` with this trial's batch size, steps and noise; once in a trial."""
@@ -47,6 +51,11 @@ class Trial:
             raise ValueError(f"{', '.join(taken)}: the search has fixed it; leave it out of trial.privatize")
         if self._runs:
             raise WrongUseError("trial.privatize was called twice: a trial pays for one run")
+        if any(ledger is other for ledger, _ in runs_of(model) for other in self._earlier):
+            raise WrongUseError(
+                "this model, or a part of it, was trained by an earlier trial: what that one learned would be released with this "
+                "one, and is not paid for. Make a new model in every call of train."
+            )
         options["units"] = members = as_members(options.get("units"), options.pop("rows_per_unit", None))
         size, what = (len(dataset), "rows") if members is None else (members.unit.size, f"{members.unit.noun}s (units)")
         if size != self.dataset_size:
@@ -120,14 +129,15 @@ def tune(
             score="private", score_rows=len(held_out), score_noise=20,
         )
 
-    train: called once for each trial; returns (result, score). Nothing that it learns may leave it another way: a line that it
-        prints or a file that it writes is not paid for, nor is an exception
+    train: called once for each trial, with a new model in every call; returns (result, score). Nothing that it learns may leave
+        it another way: a line that it prints or a file that it writes is not paid for, nor is an exception
     space: keys with lists of values; each trial gets one combination, drawn at random
     batch_size, steps: of each training; or functions of the settings, if these change them
     bands: steps over which the noise of each training is correlated; 1 is independent noise
     score: "public": `train` returns any number measured on public rows, the higher the better. "private": it returns the exact
         number of right answers on `score_rows` private rows, to which one row adds at most 1; noise of standard deviation
-        `score_noise` is added here
+        `score_noise` is added here. Where persons are protected (`units`), a person with all their rows may add at most 1:
+        return the sum of each person's share of right answers, and let score_rows be the number of persons
     trials, law: mean and law of the number of trials, which is random and secret
     seed: repeats a search exactly; who knows it can undo the protection
     say: called with the plan, in words
@@ -136,8 +146,10 @@ def tune(
     their number.
 
     Formal guarantees (tests/tuning/test_tuning_api.py):
-    - the returned `Best` is (epsilon, delta)-differentially private for one row, training rows and scored ones
-    - a trial whose rgp run released anything but what was planned raises, and nothing is returned
+    - the returned `Best` is (epsilon, delta)-differentially private for one row, training rows and scored ones; or for one
+      person, if `trial.privatize` is given units
+    - a trial whose runs of rgp released anything but what was planned raises, and nothing is returned
+    - so does one that trains on from an earlier trial's parameters
     - trials that lost are not kept
     """
     values = check_space(space)
@@ -151,8 +163,9 @@ def tune(
         if shape.batch_size > dataset_size:
             raise ValueError(f"batch_size={shape.batch_size} must be at most dataset_size={dataset_size}")
     rows = 1 if score_rows is None else score_rows
-    chosen = accounting.default_delta(dataset_size) if delta is None else delta
-    accounting.check_delta(chosen, dataset_size)
+    private = dataset_size + (rows if score == "private" else 0)
+    chosen = accounting.default_delta(private) if delta is None else delta
+    accounting.check_delta(chosen, private)
     plan = make_plan(
         shapes,
         space=values,
@@ -167,9 +180,10 @@ def tune(
         say(plan.words())
     drawn = Drawn(Streams.from_system() if seed is None else Streams.from_seed(seed), plan.law, values)
     best: tuple[float, Any, Trial] | None = None
+    earlier: list[Ledger] = []
     for i in range(drawn.count):
         settings = drawn.settings(i)
-        shape = shapes[tried.index(settings)]
+        shape = shapes[place_of(settings, tried)]
         trial = Trial(
             MappingProxyType(settings),
             plan.noise[shape],
@@ -179,9 +193,12 @@ def tune(
             dataset_size,
             drawn.seed(i),
             shape.bands,
+            _earlier=tuple(earlier),
         )
-        result, value = _pair(train(trial))
-        _check(trial, shape)
+        with noticing() as made:
+            result, value = _pair(train(trial))
+        _check(trial, shape, made)
+        earlier += made
         value = _scored(drawn, i, value, plan)
         if best is None or value > best[0]:
             best = value, result, trial
@@ -221,12 +238,20 @@ def _scored(drawn: Drawn, trial: int, value: float, plan: Plan) -> float:
     return drawn.score(trial, value, plan.score)
 
 
-def _check(trial: Trial, shape: Shape) -> None:
-    """What an rgp run of this trial released is what was planned."""
-    for run in trial._runs:
-        planned = merge(shape.events(trial.dataset_size, trial.noise_multiplier))
-        if merge(run.ledger.events()) != planned:
-            raise WrongUseError(
-                f"a trial released {merge(run.ledger.events())}, and {planned} is what the search pays for: `for batch in run` "
-                "must go to its end, once. Nothing was returned."
-            )
+def place_of(settings: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> int:
+    """Which combination was drawn: the one with the same objects, because 1, 1.0 and True are equal."""
+    return next(i for i, one in enumerate(tried) if all(one[key] is value for key, value in settings.items()))
+
+
+def _check(trial: Trial, shape: Shape, made: Sequence[Ledger]) -> None:
+    """What runs of rgp released in this trial is what was planned."""
+    planned = merge(shape.events(trial.dataset_size, trial.noise_multiplier))
+    newest = {ledger.header["hash"]: ledger for ledger in made}  # a run that was resumed has another ledger
+    found = [merge(ledger.events()) for ledger in newest.values() if ledger.count]
+    if not found and not trial._runs:
+        return  # trained with other tools
+    if found != [planned]:
+        raise WrongUseError(
+            f"a trial released {' and '.join(map(str, found)) or 'nothing'}, and {planned} is what the search pays for: make one "
+            "run, with trial.privatize, and go with `for batch in run` to its end, once. Nothing was returned."
+        )

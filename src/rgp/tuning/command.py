@@ -166,7 +166,8 @@ def show(result: dict[str, Any], out: Path) -> None:
         typer.echo(f"best      {settings}")
         noisy = " (with noise)" if result["score"]["kind"] == "private" else ""
         share = math.floor(best["score"] * 1e4 + 0.5) / 1e4
-        typer.echo(f"score     {share:.4f}{noisy} of {result['score']['rows']:,} {result['score']['kind']} rows")
+        score = result["score"]
+        typer.echo(f"score     {share:.4f}{noisy} of {score['rows']:,} {score['kind']} {score['unit']}s")
     typer.echo(
         f"privacy   epsilon {round_up(result['epsilon'])} at delta {result['delta']:g} for the whole search, scores included"
     )

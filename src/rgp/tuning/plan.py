@@ -27,6 +27,10 @@ class Shape:
     max_batch: int | None = None
     bands: int = 1  # steps over which noise is correlated
 
+    def __post_init__(self) -> None:
+        if self.bands > self.steps:
+            raise ValueError(f"bands={self.bands} (correlated noise) must be at most {self.steps}, the number of steps")
+
     def events(self, dataset_size: int, sigma: float) -> tuple[Event, ...]:
         if self.bands > 1:  # the most that a unit of any group takes part in, whichever group it is dealt into
             rate = self.batch_size / dataset_size

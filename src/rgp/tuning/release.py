@@ -59,7 +59,7 @@ def search_card(card: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """A trial's card as the search's: nothing on it may be the trial's own guarantee."""
     unit = card["unit"]
     if plan.score.kind == "private" and plan.score.where == "held-out":
-        unit += f", or of the held-out {plan.unit}s that the trials were scored on"
+        unit += f", or one of the held-out {plan.unit}s that the trials were scored on"
     made = {
         **card,
         "epsilon": plan.epsilon,
