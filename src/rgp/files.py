@@ -7,11 +7,18 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows: two processes on one file are then not prevented
+    fcntl = None  # type: ignore[assignment]
+
+PATIENCE = 8.0  # seconds: DataLoader workers of a killed process hold its locks until they notice
 PAST_NOISE = "past-noise."  # followed by the name of its checkpoint; as secret as secret.json
 NEW = ".new"  # what a file is called while it is being written
 
@@ -28,6 +35,22 @@ def sync_folder(folder: Path) -> None:
         pass
     finally:
         os.close(handle)
+
+
+def lock(handle: int, *, patience: float) -> bool:
+    """Lock an open file or folder against other processes; False if another one holds it for so many seconds."""
+    end = time.monotonic() + patience
+    while fcntl is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            break
+    return True
 
 
 def make_folder(folder: Path) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -26,16 +25,10 @@ from typing import Any
 
 from rgp.accounting import Event
 from rgp.errors import LedgerError
-from rgp.files import make_folder, sync_folder, write_file
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes on one ledger are then noticed when it is read, not prevented
-    fcntl = None  # type: ignore[assignment]
+from rgp.files import PATIENCE, lock, make_folder, sync_folder, write_file
 
 FORMAT = 1
 FILE = "ledger.jsonl"
-PATIENCE = 8.0  # seconds: DataLoader workers of a killed process hold its lock until they notice
 
 _appending: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()  # in this process
 
@@ -348,18 +341,7 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _lock(handle: int, path: Path) -> None:
-    if fcntl is None:
-        return
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise LedgerError(
-                    f"another process is appending to {path}: one run cannot go on twice. Wait for it, or end it."
-                ) from None
-            time.sleep(0.1)
-        except OSError:  # a file system without locks
-            return
+    if not lock(handle, patience=PATIENCE):
+        raise LedgerError(
+            f"another process is appending to {path}: one run cannot go on twice. Wait for it, or end it."
+        )

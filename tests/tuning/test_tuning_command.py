@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import stat
+import threading
 
 import pytest
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rgp import accounting, cli
+from rgp import files as files_of_rgp
 from rgp.accounting import Event
 from rgp.cards.content import NOT_COVERED
 from rgp.errors import LedgerError
@@ -270,10 +272,18 @@ def test_a_search_that_was_killed_before_it_drew_anything_is_begun_again(tmp_pat
     assert half.streams().secret
 
 
-def test_two_processes_do_not_work_on_one_search(tmp_path):
-    found = trials.Trials(tmp_path)
+def test_two_processes_do_not_work_on_one_search(tmp_path, monkeypatch):
+    found, again = trials.Trials(tmp_path), trials.Trials(tmp_path)
     found.make()
-    with found.locked(), pytest.raises(ValueError, match="another process"), trials.Trials(tmp_path).locked():
+    with monkeypatch.context() as patched, found.locked():
+        patched.setattr(trials, "PATIENCE", 0.2)
+        with pytest.raises(ValueError, match="another process"), again.locked():
+            pass
+    # The workers of a process that was killed hold its lock for a few seconds more.
+    held = os.open(found.path, os.O_RDONLY)
+    assert files_of_rgp.lock(held, patience=0)
+    threading.Timer(0.3, os.close, [held]).start()
+    with again.locked():
         pass
 
 

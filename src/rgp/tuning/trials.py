@@ -25,17 +25,12 @@ from typing import Any
 from rgp.accounting import Event
 from rgp.composition import merge
 from rgp.errors import LedgerError
-from rgp.files import NEW
+from rgp.files import NEW, PATIENCE, lock
 from rgp.ledger import Ledger
 from rgp.streams import SECRET_BYTES, Streams
 from rgp.tuning import space
 from rgp.tuning.law import Law
 from rgp.tuning.scores import Score, noisy_count
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes on one search are not prevented
-    fcntl = None  # type: ignore[assignment]
 
 
 class Drawn:
@@ -80,13 +75,9 @@ class Trials:
         """One process at a time works on a search."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
-            if fcntl is not None:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock(handle, patience=PATIENCE):
+                raise ValueError(f"another process continues the search in {self.path.parent}; wait for it, or end it")
             yield
-        except BlockingIOError:
-            raise ValueError(
-                f"another process continues the search in {self.path.parent}; wait for it, or end it"
-            ) from None
         finally:
             os.close(handle)
 
