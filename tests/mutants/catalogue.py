@@ -454,7 +454,7 @@ PRIVATE = group(
         ),
         (
             "checks/rehearsal.py",
-            "extreme = self._trial(items, [in_place if i == out else i for i in chosen])",
+            "extreme = self._trial(items, in_place_of_one)",
             "extreme = self._trial(items, chosen)",
         ),
         by=("checks/test_batches.py::test_mixtures_are_refused[rolled]",),
