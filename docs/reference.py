@@ -173,8 +173,8 @@ def command_help(text: str) -> Iterator[str]:
 
 
 def option(parameter: Any) -> str | None:
-    """One row of a table; nothing for --help."""
-    if parameter.name == "help":
+    """One row of a table; nothing for --help and for options that help hides."""
+    if parameter.name == "help" or getattr(parameter, "hidden", False):
         return None
     is_option = parameter.param_type_name == "option"
     names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.metavar or parameter.name]

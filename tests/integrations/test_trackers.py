@@ -20,6 +20,7 @@ def test_wandb_keeps_no_private_number_unless_asked(tmp_path, asked):
     options = {"report_to": ["wandb"], "evaluate": make_rows(8, 1), "eval_strategy": "steps", "eval_steps": 1}
     trainer(tmp_path / "out", chosen=privacy(log_loss=asked), **options).train()
     wandb.finish()
+    wandb.teardown()  # ends W&B's own process, which on a busy machine is still writing the file
     [kept] = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     kept = kept.read_bytes()
     assert b"train/epsilon" in kept and b"eval/loss" in kept
