@@ -269,7 +269,7 @@ class Ledger:
         except OSError as error:
             raise LedgerError(
                 f"a release could not be recorded in {self.path} ({error}), so it was not used: the model has not "
-                "moved. Remove the cause, and go on with the run or resume it."
+                "moved. Remove the cause, and continue or resume the run."
             ) from error
         self._size += len(line)
         self._tried = b""
@@ -282,7 +282,7 @@ class Ledger:
             make_folder(path.parent)
             if path.exists():
                 raise LedgerError(
-                    f"{path} exists: another run's releases are recorded there. Choose another folder, or go on with "
+                    f"{path} exists: another run's releases are recorded there. Choose another folder, or continue "
                     "that run: rgp.resume(folder, model, optimizer, dataset)."
                 )
             write_file(path, self.text())

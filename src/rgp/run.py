@@ -151,7 +151,7 @@ class Run:
     def __reduce__(self) -> Any:
         raise WrongUseError(
             "a run cannot be pickled or copied: it holds the secret of its noise, and its ledger. Save it with run.save(folder), "
-            "which keeps the secret in a file of its own, and go on with rgp.resume; the weights alone: model.state_dict()."
+            "which keeps the secret in a file of its own, and continue with rgp.resume; the weights alone: model.state_dict()."
         )
 
     # ------------------------------------------------------------------ what it is

@@ -68,6 +68,6 @@ class Streams:
 
     def __reduce__(self) -> Any:
         raise WrongUseError(
-            "a run's random streams hold its secret, with which the noise can be taken away: they cannot be pickled or copied. "
-            "Save the run with run.save(folder), and go on with rgp.resume."
+            "a run's random streams hold its secret, with which the noise can be removed: they cannot be pickled or copied. "
+            "Save the run with run.save(folder), and continue with rgp.resume."
         )

@@ -105,7 +105,7 @@ def check_arrays(name: str, arrays: dict[str, np.ndarray]) -> None:
             raise DataError("cifar10: what was fetched is not the published data_batch_1. Nothing was kept.")
     expected = ARRAYS_SHA256.get(name)
     if expected is not None and arrays_sha256(arrays) != expected:
-        raise DataError(f"{name}: the sum of what was fetched is not {expected}. Nothing was kept.")
+        raise DataError(f"{name}: the checksum of what was fetched is not {expected}. Nothing was kept.")
 
 
 def arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
@@ -220,7 +220,7 @@ def _get_weights(name: str, entry: Weights, where: Path, say: Say) -> Path:
         for file, content in files.items():
             (folder / file).write_bytes(content)
         if sha256(folder / "model.safetensors") != entry.sha256:
-            raise DataError(f"{name}: the sum of model.safetensors is not {entry.sha256}. Nothing was kept.")
+            raise DataError(f"{name}: the checksum of model.safetensors is not {entry.sha256}. Nothing was kept.")
     return path
 
 

@@ -116,7 +116,7 @@ def from_arrays(
     if images[0].shape[1:] != images[1].shape[1:] or images[0].dtype != images[1].dtype:
         raise DataError(
             f"{source}: training images are {images[0].dtype} {images[0].shape[1:]}, "
-            f"test images {images[1].dtype} {images[1].shape[1:]}; they must be alike."
+            f"test images {images[1].dtype} {images[1].shape[1:]}; they must match."
         )
     chosen = (pixels or GENERIC) if integers else None
     sets = [

@@ -125,10 +125,10 @@ def read_documents(path: Path, spec: DataSpec) -> Documents:
     """Texts, and the unit of each if `units` names one."""
     if spec.units == "document" and spec.unit != "block":
         raise DataError(
-            f"units='document' goes with unit='block'; with unit={spec.unit!r} an example is no part of one."
+            f"units='document' goes with unit='block'; with unit={spec.unit!r} an example is not part of a document."
         )
     if spec.units not in (None, "document") and path.suffix.lower() not in tables.ENDINGS:
-        raise DataError(f"units={spec.units!r} must be a column of a table, or 'document'; {path} is no table.")
+        raise DataError(f"units={spec.units!r} must be a column of a table, or 'document'; {path} is not a table.")
     ids: Sequence[Any] | None = None
     if path.is_dir():
         found = [_read(file) for file in sorted(path.glob("*.txt"))]

@@ -78,7 +78,7 @@ def fetch_package(package: Package, folder: Path) -> Path:
             run(["apt-get", "download", "-qq", wanted], folder)
     (file,) = set(folder.iterdir()) - before
     if (found := sha256(file)) != package.sha256:
-        raise DataError(f"{file.name} has the sum {found}, but {package.sha256} was expected. It was not opened.")
+        raise DataError(f"{file.name} has the checksum {found}, but {package.sha256} was expected. It was not opened.")
     return file
 
 

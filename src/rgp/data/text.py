@@ -140,7 +140,7 @@ def find_tokenizer(spec: DataSpec, source: str) -> Any:
         return AutoTokenizer.from_pretrained(str(spec.tokenizer))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"tokenizer={str(spec.tokenizer)!r} could not be loaded: it is no folder with a tokenizer in it, and the "
+            f"tokenizer={str(spec.tokenizer)!r} could not be loaded: it is not a folder with a tokenizer in it, and the "
             f"Hugging Face hub has none of that name or cannot be reached. `rgp data get minilm` fetches one. "
             f"({str(error).splitlines()[0]})"
         ) from error

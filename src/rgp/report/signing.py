@@ -33,7 +33,7 @@ def signing_sheet(run: RecordedRun) -> Html:
         ),
         tag(
             "p",
-            "This is no legal advice. Whether the model counts as anonymous under a law is for you to judge: the promise is "
+            "This is not legal advice. Whether the model counts as anonymous under a law is for you to judge: the promise is "
             "evidence for that, and it does not guard the data, the machines or the logs of the training.",
             class_="note",
         ),

@@ -166,7 +166,7 @@ def stillborn(out: Path, trials: Trials) -> bool:
 def read_plan(out: Path) -> Plan:
     """The plan of the search that was begun in OUT."""
     if not (out / "tune.json").exists():
-        raise RunFolderError(f"there is no search in {out} to go on with; leave --resume out to start one")
+        raise RunFolderError(f"there is no search in {out} to resume; leave --resume out to start one")
     return Plan.from_dict(RunFolder.read_json(out / "tune.json"))
 
 
