@@ -363,6 +363,7 @@ METHODS = {
     "dpsgd": {"method": rgp.DPSGD()},
     "rgp": {"method": rgp.RGP(rank=2, keep=4)},
     "left": {"method": rgp.RGP(rank=2, keep=4, sides="left", source="weight"), "clip": rgp.AdaptiveClip(0.5)},
+    "thin": {"method": rgp.RGP(rank=2, keep=4, state="thin")},
 }
 
 
