@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from math import prod
 from types import SimpleNamespace
 
@@ -28,8 +30,14 @@ SHAPES = [  # channels, outputs, input, kernel, stride, padding, dilation, rank
 
 @pytest.fixture
 def native():
-    if (library := conv_native.library()) is None:
-        pytest.skip("no AVX-512, or no C++ compiler")
+    if (
+        torch.backends.cpu.get_cpu_capability() != "AVX512"
+        or not shutil.which("c++")
+        or os.environ.get("RGP_NATIVE") == "0"
+    ):
+        pytest.skip("no AVX-512, or no C++ compiler, or turned off")
+    library = conv_native.library()
+    assert library is not None, "a compiler is there, and what it makes of conv_native.cpp is not right"
     return library
 
 
