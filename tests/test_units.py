@@ -325,6 +325,12 @@ def test_delta_and_epsilon_are_about_units():
     assert run.mechanism.unit.describe() == "one person, at most 8 rows in a step"
 
 
+def test_what_is_not_covered_is_about_the_unit():
+    assert any("one person under several ids" in words for words in Persons(size=3).not_covered())
+    documents = " ".join(Persons(size=3, noun="document", row="block").not_covered())
+    assert "several documents of one person" in documents and "household" not in documents and "ids" not in documents
+
+
 def test_earlier_runs_with_other_units_do_not_add_up():
     data, ids = examples(40), [i // 4 for i in range(40)]
     options = {"batch_size": 2, "steps": 2, "noise_multiplier": 1.0, "clip": 1.0}

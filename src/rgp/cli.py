@@ -109,6 +109,7 @@ def account(
         "neighbours": "add-or-remove-one",
         **({} if units is None else {"units": units}),
     }
+    noun = "example" if units is None else "unit"
     sentence = "Without noise there is no privacy: epsilon is infinite."
     if find_accountant(accountant).profile is not None:
         meaning = accounting.meaning(events, delta=delta, accountant=accountant)
@@ -120,12 +121,12 @@ def account(
         if math.isfinite(spent):
             sentence = (
                 "An attacker who sees every released weight recognises at most "
-                f"{percent_up(meaning.tpr_at_0_1_percent)} of the examples that were used if 0.1% of the others may be "
+                f"{percent_up(meaning.tpr_at_0_1_percent)} of the {noun}s that were used if 0.1% of the others may be "
                 f"taken for used by mistake, and {percent_up(meaning.tpr_at_1_percent)} if 1% may."
             )
     elif math.isfinite(spent):
         sentence = (
-            "With or without any one example, no outcome is more than "
+            f"With or without any one {noun}, no outcome is more than "
             f"exp({round_up(spent, 4)}) times as likely, except with probability {delta:g}."
         )
     _show("What this run spends", facts, sentence, as_json)

@@ -85,9 +85,17 @@ class Persons:
 
     def not_covered(self) -> list[str]:
         """What one unit has many of is covered; who counts as one unit is not checked."""
+        if self.noun == "person":
+            shared = [
+                "one person under several ids: ids are taken as they are, and each is protected on its own",
+                "what persons have in common, such as a household: each is protected on its own",
+            ]
+        else:
+            shared = [
+                f"several {self.noun}s of one person, and what stands in several: each {self.noun} is protected on its own"
+            ]
         return [
-            f"one {self.noun} under several ids: ids are taken as they are, and each is protected on its own",
-            f"what {self.noun}s have in common, such as a household: each is protected on its own",
+            *shared,
             f"the number of training {self.noun}s, and the names and number of classes, which count as public",
         ]
 
