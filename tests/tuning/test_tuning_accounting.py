@@ -56,7 +56,14 @@ def test_numbers_are_drawn_from_the_law(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mean"), [("fixed", 10), ("negative-binomial:-1", 10), ("negative-binomial:x", 10), ("geometric", 1)]
+    ("name", "mean"),
+    [
+        ("fixed", 10),
+        ("negative-binomial:-1", 10),
+        ("negative-binomial:x", 10),
+        ("geometric", 1),
+        ("negative-binomial:1e12", 10),
+    ],
 )
 def test_wrong_laws_are_refused(name, mean):
     with pytest.raises(ValueError, match=r"law=|trials="):

@@ -19,6 +19,7 @@ import numpy as np
 
 LAWS = ("geometric", "logarithmic", "poisson")
 MOST = 10_000  # trials, on average
+LARGEST_SHAPE = 1e6  # beyond it the law is Poisson's, less precisely
 PREFIX = "negative-binomial:"
 
 
@@ -37,6 +38,10 @@ class Law:
     def __post_init__(self) -> None:
         if not (isinstance(self.shape, (int, float)) and self.shape >= 0):
             raise ValueError(f"law: shape {self.shape} must be 0 or more, or infinity for Poisson.")
+        if LARGEST_SHAPE < self.shape < math.inf:
+            raise ValueError(
+                f"law: shape {self.shape:g} must be at most {LARGEST_SHAPE:g}. So large a one is Poisson: law poisson."
+            )
         least = "at least 1" if self.poisson else "above 1"
         if not 1 <= self.mean <= MOST or (self.mean == 1 and not self.poisson):
             raise ValueError(
