@@ -1166,6 +1166,12 @@ TUNING = group(
         ),
     ),
     mutant(
+        "exact accuracy on protected rows",
+        "the card of a search holds the exact accuracy on the rows whose count was noised",
+        ("tuning/release.py", 'if not (name == "perplexity" or name.startswith("accuracy"))', "if name"),
+        by=("tuning/test_tuning_command.py::test_a_private_score_leaves_nothing_exact_of_its_rows",),
+    ),
+    mutant(
         "search charged as one trial",
         "choosing costs nothing",
         (

@@ -66,7 +66,7 @@ def test_numbers_are_drawn_from_the_law(name):
     ],
 )
 def test_wrong_laws_are_refused(name, mean):
-    with pytest.raises(ValueError, match="law|trials="):
+    with pytest.raises(ValueError, match=r"law|trials="):
         Law.named(name, mean)
 
 

@@ -7,6 +7,7 @@ import signal
 import stat
 import threading
 
+import numpy as np
 import pytest
 
 pytest.importorskip("yaml")
@@ -128,6 +129,41 @@ def test_the_attack_that_the_card_bounds_is_one_on_the_search():
     assert 1.2 * trial < made["attack_bound"]["true_positive_rate"] < 1 and made["epsilon"] == plan.epsilon <= 3.0
     assert made["not_covered"] == [COVERED, "other"] and made["unit"] == "one row"
     assert TUNED in NOT_COVERED  # of every card: these words are looked for there
+
+
+@pytest.mark.parametrize("where", ["held-out", "training"])
+@pytest.mark.parametrize("kind", ["public", "private"])
+def test_a_private_score_leaves_nothing_exact_of_its_rows(kind, where):
+    """Test rows of one's own, protected by the search: the trial's card had their exact accuracy."""
+    score = Score(kind=kind, rows=100, where=where, noise=5.0 if kind == "private" else None)
+    asked = {"space": {"lr": [1]}, "dataset_size": 60, "law": Law.named("geometric", 3), "epsilon": 3.0, "delta": 1e-5}
+    plan = make_plan([Shape(60, 4)], score=score, accountant="rdp", **asked)
+    measured = {"accuracy": 0.5, "accuracy_other": 0.5, "perplexity": 2.0}
+    made = search_card({"unit": "one row", "not_covered": [], **measured}, plan)
+    protected = kind == "private" and where == "held-out"
+    assert set(measured) & set(made) == (set() if protected else set(measured))
+    assert ("held-out rows" in made["unit"]) == protected
+
+
+@pytest.mark.slow
+def test_test_rows_of_ones_own_are_scored_with_noise(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(90, 4, 4)).astype(np.float32), rng.integers(0, 3, 90)
+    np.savez(tmp_path / "pixels.npz", x_train=x[:60], y_train=y[:60], x_test=x[60:], y_test=y[60:])
+    changes = ["--set", f"data.name={tmp_path / 'pixels.npz'}", "--set", "training.batch_size=20"]
+    for score, exact in (("default", False), ("public", True)):
+        out = tmp_path / score
+        more = [] if score == "default" else ["--score", score]
+        result = rgp(*small(tmp_path, "--out", out, *changes, *more, seed=seed_with(1)))
+        assert result.exit_code == 0, result.output
+        card = json.loads((out / "model" / "privacy_card.json").read_text())
+        assert (
+            ("accuracy" in card)
+            == exact
+            == ("accuracy" in (out / "model" / "privacy_card.md").read_text().split("Not covered")[0])
+        )
+        assert ("held-out rows" in card["unit"]) != exact
+        assert json.loads(rgp("eval", out, "--json").stdout)["accuracy_is_publishable"] == exact
 
 
 def test_what_is_released_is_the_best_trial(searched):

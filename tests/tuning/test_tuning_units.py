@@ -54,6 +54,14 @@ def test_a_private_score_is_measured_on_persons():
         running.make_score(data(test_members=None, published_test=True), "private", "held-out", None)
 
 
+def test_a_test_file_of_ones_own_is_not_taken_for_published(tmp_path):
+    found = data(members=None, test_members=None, published_test=True)
+    assert running.make_score(found, None, "held-out", None).kind == "public"
+    assert running.make_score(found, None, "held-out", None, known=False).kind == "private"
+    assert running.make_score(found, "public", "held-out", None, known=False).kind == "public"  # who says so, decides
+    assert running.is_own(str(tmp_path)) and not running.is_own("sst2") and not running.is_own("owner/name")
+
+
 def test_trials_of_ones_own_loop_draw_persons():
     torch.manual_seed(0)
     x = torch.randn(80, 4)

@@ -33,8 +33,11 @@ def evaluate_run(out: Path) -> dict[str, Any]:
     delta, accountant = ledger.header["delta"], ledger.header["accountant"]
     spent = finite(accounting.epsilon(ledger.events(), delta=delta, accountant=accountant))
     folder = RunFolder(out)
+    publishable = parts.published_test
     if searched := folder.search.exists():
         spent = _epsilon_of_search(folder, spent)
+        score = folder.read_json(folder.search)["score"]
+        publishable &= (score["kind"], score["where"]) != ("private", "held-out")  # which the search protects
     private = spent is not None
     return {
         "run": str(out),
@@ -42,7 +45,7 @@ def evaluate_run(out: Path) -> dict[str, Any]:
         **found,
         "loss": losses.mean().item(),
         "rows": len(right),
-        "accuracy_is_publishable": parts.published_test,
+        "accuracy_is_publishable": publishable,
         "epsilon": spent,
         "delta": delta if private else None,
         "accountant": accountant if private else None,

@@ -42,8 +42,8 @@ def tune(
         str | None,
         typer.Option(
             metavar="public|private",
-            help="Right answers on public rows, or on private ones with noise. Default: public if the data come with a "
-            "published test split.",
+            help="Right answers on public rows, or on private ones with noise. Default: public for data that rgp or the hub "
+            "knows with a test split, private for files of your own.",
         ),
     ] = None,
     score_rows: Annotated[

@@ -58,7 +58,10 @@ def finish(out: Path, plan: Plan, best: dict[str, Any] | None, card: dict[str, A
 def search_card(card: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """A trial's card as the search's: nothing on it may be the trial's own guarantee."""
     unit = card["unit"]
-    if plan.score.kind == "private" and plan.score.where == "held-out":
+    if plan.score.protects_held_out:
+        card = {
+            name: value for name, value in card.items() if not (name == "perplexity" or name.startswith("accuracy"))
+        }
         unit += f", or one of the held-out {plan.unit}s that the trials were scored on"
     made = {
         **card,

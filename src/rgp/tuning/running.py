@@ -19,7 +19,7 @@ from rgp.train import runner, setup
 from rgp.train.config import Config, ConfigError
 from rgp.train.errors import Interrupted, RunFolderError
 from rgp.train.folder import RunFolder, check_writable, free_name
-from rgp.train.sections import scalar
+from rgp.train.sections import IMAGES, TEXTS, scalar
 from rgp.train.weights import load_trained
 from rgp.tuning.law import Law
 from rgp.tuning.plan import Plan, Shape, make_plan
@@ -85,7 +85,7 @@ def plan_search(
         )
     data = setup.make(base).data
     shapes = [shape_of(config, setup.check_against_data(config, data)) for config in tried]
-    made = make_score(data, score, score_rows, score_noise)
+    made = make_score(data, score, score_rows, score_noise, known=not is_own(base.data.name))
     private = data.units + (made.rows if made.kind == "private" and made.where == "held-out" else 0)
     delta = accounting.default_delta(private) if base.budget.delta is None else base.budget.delta
     accounting.check_delta(delta, private)
@@ -102,9 +102,15 @@ def plan_search(
     )
 
 
-def make_score(data: Any, kind: str | None, where: str, noise: float | None) -> Score:
-    """public by default where there is a published test split, private elsewhere."""
-    kind = kind or ("public" if data.published_test and where == "held-out" and noise is None else "private")
+def is_own(name: str) -> bool:
+    """Whether the data are files of the user, whose test rows may be as private as the others."""
+    return name not in (*IMAGES, *TEXTS) and Path(name).expanduser().exists()
+
+
+def make_score(data: Any, kind: str | None, where: str, noise: float | None, *, known: bool = True) -> Score:
+    """public by default where there is a test split that is known to be published, private elsewhere."""
+    published = known and data.published_test
+    kind = kind or ("public" if published and where == "held-out" and noise is None else "private")
     if kind == "public" and (where == "training" or not data.published_test):
         raise ValueError(
             f"--score public: the {where} rows of these data are private. Use --score private, which adds noise to the score "

@@ -57,6 +57,11 @@ class Score:
         return () if self.noise is None else (Event(1.0, self.noise),)
 
     @property
+    def protects_held_out(self) -> bool:
+        """Whether the promise covers the held-out rows, so that nothing exact may be said of them."""
+        return self.kind == "private" and self.where == "held-out"
+
+    @property
     def words(self) -> str:
         if self.noise is None:
             return f"right answers on {self.rows:,} public rows"
