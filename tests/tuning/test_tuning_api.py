@@ -58,6 +58,7 @@ def test_a_private_score_has_the_noise_that_it_is_charged_for():
     drawn = Drawn(Streams.from_seed(5), Law(10), SPACE)
     noise = np.array([drawn.score(i, 600, score) - 600 for i in range(1500)])
     assert drawn.score(4, 600, score) == 600 + noise[4]  # a search that goes on finds the same score
+    assert all(float(1024 * x).is_integer() for x in noise)  # the last bits of a sum may tell what was added up
     assert abs(noise.mean()) < 4 * 7 / math.sqrt(1500)
     ratio = noise.std() / score.events[0].noise_multiplier
     assert 0.93 < ratio < 1.07  # and 2/3 or 3/2 are not in there

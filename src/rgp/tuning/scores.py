@@ -20,6 +20,9 @@ from rgp.accounting import Event
 
 KINDS = ("public", "private")
 ROWS = ("held-out", "training")
+STEPS_OF_A_COUNT = (
+    1024  # to which a noisy one is rounded: the last bits of a floating-point sum may tell what was added up
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,10 @@ def noisy_count(count: float, score: Score, rng: np.random.Generator) -> float:
     """The count as it may be used: exact on public rows, with its noise on private ones."""
     if not 0 <= count <= score.rows:
         raise ValueError(f"count={count} of right answers must lie between 0 and the number of rows, {score.rows}.")
-    return float(count) if score.noise is None else float(count) + score.noise * float(rng.standard_normal())
+    if score.noise is None:
+        return float(count)
+    noisy = float(count) + score.noise * float(rng.standard_normal())
+    return round(noisy * STEPS_OF_A_COUNT) / STEPS_OF_A_COUNT
 
 
 def share(noisy: float, score: Score) -> float:
