@@ -37,6 +37,7 @@ torture: setup  # kill a training process at 50 random moments, and a search
 	$(BIN)/python tests/torture/kill.py --kills 50
 	$(BIN)/python tests/torture/kill.py --kills 50 --bands 3
 	$(BIN)/python tests/torture/kill_tune.py --kills 40
+	$(BIN)/python tests/torture/kill_tune.py --kills 40 --bands 3
 	$(BIN)/python tests/torture/kill_tune.py --kills 150 --sweep
 
 attack-suite: setup  # scripts that once got an epsilon that is too small; each has to be refused, noticed or bounded

@@ -1,4 +1,4 @@
-"""Earlier releases of the same data: parameters remember the runs that trained them, and ledgers can be added up.
+"""Earlier releases of the same data: models and their parameters remember the runs that trained them; ledgers can be added up.
 
 Training "a little longer" with a second `privatize` is a second release of the same people. Each ledger knows its own run, so
 the second has to be told about the first: `privatize(..., after=LEDGER)` includes its releases.
@@ -22,24 +22,24 @@ from rgp.errors import WrongUseError
 from rgp.ledger import Ledger
 from rgp.units import Unit, unit_from_json
 
-_runs: dict[int, tuple[weakref.ref[Tensor], list[tuple[Ledger, int]]]] = {}  # by id(parameter), while it lives
+_runs: dict[int, tuple[weakref.ref[Any], list[tuple[Ledger, int]]]] = {}  # by id(model or parameter), while it lives
 _noticed: list[list[Ledger]] = []
 
 
-def remember(trained: Iterable[Tensor], ledger: Ledger, dataset: Any) -> None:
-    """Note that a run over this dataset trains these parameters from now on."""
-    for parameter in trained:
-        key = id(parameter)
+def remember(model: nn.Module, trained: Iterable[Tensor], ledger: Ledger, dataset: Any) -> None:
+    """Note that a run over this dataset trains these parameters of the model from now on."""
+    for one in (model, *trained):
+        key = id(one)
         if key not in _runs:
-            _runs[key] = weakref.ref(parameter, lambda _, key=key: _runs.pop(key, None)), []  # type: ignore[misc]
+            _runs[key] = weakref.ref(one, lambda _, key=key: _runs.pop(key, None)), []  # type: ignore[misc]
         _runs[key][1].append((ledger, id(dataset)))
     for found in _noticed:
         found.append(ledger)
 
 
 def runs_of(model: nn.Module) -> list[tuple[Ledger, int]]:
-    """(ledger, id of the dataset) of the runs of this process that trained anything of this model, itself or in another one."""
-    known = (_runs[id(p)][1] for p in model.parameters() if id(p) in _runs)
+    """(ledger, id of the dataset) of the runs of this process that trained this model, or a part of it in another one."""
+    known = (_runs[id(one)][1] for one in (model, *model.parameters()) if id(one) in _runs)
     return list({id(ledger): (ledger, data) for runs in known for ledger, data in runs}.values())
 
 

@@ -277,5 +277,5 @@ def assemble(
         loss_reduction=loading.loss_reduction,
         called=called,
     )
-    remember(trained.trained.values(), ledger, dataset)
+    remember(model, trained.trained.values(), ledger, dataset)
     return Run(step, dataset, loading, streams, rehearse=probe)

@@ -110,6 +110,9 @@ def test_a_new_head_on_what_an_earlier_run_trained():
     second = nn.Sequential(first[0], nn.ReLU(), nn.Linear(16, 2))
     with pytest.raises(rgp.WrongUseError, match="or a part of it, was trained by an earlier run"):
         loop(second, mean, rows=rows)
+    first.load_state_dict({name: value.clone() for name, value in first.state_dict().items()}, assign=True)
+    with pytest.raises(rgp.WrongUseError, match="was trained by an earlier run"):
+        loop(first, mean, rows=rows)  # other parameters, with the same numbers in them
     untouched = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
     loop(untouched, mean, rows=rows, method=rgp.DPSGD(overrides={"0.*": "frozen"}))
     loop(nn.Sequential(untouched[0], nn.ReLU(), nn.Linear(16, 2)), mean, rows=rows)  # that run moved its head alone

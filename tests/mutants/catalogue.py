@@ -1188,7 +1188,7 @@ HOSTILE = group(
     mutant(
         "a trained part in a new model",
         "a new model with a part that an earlier run trained counts as untouched",
-        ("earlier.py", "for p in model.parameters() if id(p) in _runs)", "for p in model.parameters() if False)"),
+        ("earlier.py", "(model, *model.parameters()) if id(one) in _runs)", "(model,) if id(one) in _runs)"),
         by=("hostile/test_promise_search.py::test_a_new_head_on_what_an_earlier_run_trained",),
     ),
     mutant(

@@ -2,6 +2,7 @@
 
     python tests/torture/kill_tune.py --kills 40
     python tests/torture/kill_tune.py --kills 150 --sweep
+    python tests/torture/kill_tune.py --kills 40 --bands 3      with correlated noise
 
 Half of the kills come after a random time, half at a random one of the search's file operations, which are where a crash
 can hurt; --sweep kills at every single one of them while a search begins, and while it releases. Every other search has a
@@ -52,6 +53,7 @@ from rgp.tuning.trials import Drawn, Trials
 
 STEPS = int(os.environ.get("TORTURE_STEPS", "12"))
 MEAN, BATCH, ROWS, TRIALS = 3.0, 40, 1438, 4
+BANDS = 1
 RATES = {"optimizer.lr": [0.1, 0.2, 0.4, 0.8]}
 SETTINGS = (
     *("model.name=mlp", "model.width=16", f"training.steps={STEPS}", f"training.batch_size={BATCH}"),
@@ -71,7 +73,7 @@ CHANGES_FILES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "
 def begin(out: Path, seed: int | None) -> list[str]:
     (out.parent / "space.yaml").write_text(json.dumps(RATES))
     words = ["tune", "--preset", "digits-rgp", "--space", out.parent / "space.yaml", "--epsilon", 6, "--trials", MEAN]
-    sets = [*SETTINGS, *([] if seed is None else [f"run.seed={seed}"])]
+    sets = [*SETTINGS, f"training.bands={BANDS}", *([] if seed is None else [f"run.seed={seed}"])]
     return [*map(str, words), *(word for change in sets for word in ("--set", change)), "--out", str(out)]
 
 
@@ -228,8 +230,9 @@ class Search:
 
 def independent(sigma: float, noise: float) -> float:
     """The search's epsilon by dp-accounting itself."""
-    step = dp_event.PoissonSampledDpEvent(BATCH / ROWS, dp_event.GaussianDpEvent(sigma))
-    trial = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(step, STEPS), dp_event.GaussianDpEvent(noise)])
+    step = dp_event.PoissonSampledDpEvent(BANDS * BATCH / ROWS, dp_event.GaussianDpEvent(sigma))
+    turns = dp_event.SelfComposedDpEvent(step, -(-STEPS // BANDS))
+    trial = dp_event.ComposedDpEvent([turns, dp_event.GaussianDpEvent(noise)])
     accountant = RdpAccountant(None, NeighboringRelation.ADD_OR_REMOVE_ONE)
     accountant.compose(dp_event.RepeatAndSelectDpEvent(trial, MEAN, 1))
     return accountant.get_epsilon(1e-5)
@@ -288,7 +291,9 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=float, default=2.0, help="seconds before a kill, at most")
     parser.add_argument("--sweep", action="store_true", help="at every file operation of the beginning and the end")
+    parser.add_argument("--bands", type=int, default=1, help="steps over which noise is correlated")
     options = parser.parse_args()
+    BANDS = options.bands
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     setup.make(running.configs.load(preset="digits-rgp", changes=["run.threads=1"]))  # imports what a search needs
