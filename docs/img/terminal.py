@@ -80,7 +80,7 @@ def draw(title: str, lines: list[Text], folder: Path) -> None:
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
         for line in lines:
-            console.print(line, soft_wrap=True)
+            console.print(line, overflow="fold")  # long lines go on below, as in a terminal
     svg = console.export_svg(title=title)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # fonts of the network: the machine's own do
     svg = svg.replace("Fira Code", "DejaVu Sans Mono")
