@@ -211,6 +211,7 @@ def test_what_is_released_tells_nothing_of_the_others(searched):
             b = b.replace(b">other<", b">out<").replace(b">other:", b">out:")
         assert a == b, name
     assert "count" not in json.dumps(result["trials"])
+    assert found["out"].stderr.count("rgp: warning: Try method=rgp.DPSGD()") == 1  # and not by every trial
     assert "trial 3 of 3" in found["out"].stderr and "of 3" not in found["out"].stdout  # the screen is not published
 
 

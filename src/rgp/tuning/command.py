@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rgp.train.command import Changes, complete_preset, exit_codes
+from rgp.train.command import Changes, complete_preset, exit_codes, spoken_warnings
 
 
 def register(app: typer.Typer) -> None:
@@ -135,11 +135,24 @@ def tune(
         typer.echo(plan.words(), err=True)
         if not resume:
             running.begin(out, load([]), plan)
-        result = running.go_on(out, keep_trials=keep_trials, say=lambda text: typer.echo(text, err=True))
+        with spoken_warnings(Once()):
+            result = running.go_on(out, keep_trials=keep_trials, say=lambda text: typer.echo(text, err=True))
         if as_json:
             typer.echo(json.dumps({**shown(result), "out": str(out)}, allow_nan=False))
         else:
             show(result, out)
+
+
+class Once:
+    """Says what every trial warns of one time."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            typer.echo(text, err=True)
 
 
 def alone() -> None:
