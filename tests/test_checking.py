@@ -172,3 +172,13 @@ def test_check_of_a_model_with_constants_in_float32():
         return F.cross_entropy(model(batch[0]), batch[1], torch.tensor([1.0, 2, 3, 4]))
 
     assert not rgp.check(Model(), batch, mixing, method=rgp.DPSGD()).ok
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_model_that_keeps_a_computed_weight():
+    """The old weight_norm leaves a tensor in the module that cannot be copied as it is."""
+    model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3))
+    batch = (torch.randn(4, 4, generator=seeded(1)), torch.tensor([0, 1, 2, 1]))
+    found = rgp.check(model, batch, lambda model, b: F.cross_entropy(model(b[0]), b[1]), method=rgp.DPSGD())
+    assert found.ok
+    assert len(found.errors) == 5

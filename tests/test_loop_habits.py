@@ -143,9 +143,9 @@ def test_an_optimizer_that_accelerate_has_wrapped():
 
 def test_scripted_models_and_opacus_optimizers_are_named():
     model = torch.jit.script(nn.Linear(6, 2))
-    with pytest.raises(rgp.UnsupportedError, match="the model was scripted or traced"):
+    with pytest.raises(rgp.UnsupportedError, match=r"as it was before torch.jit: the model was scripted or traced"):
         start(model=model)
-    with pytest.raises(rgp.UnsupportedError, match="module '0' was scripted or traced"):
+    with pytest.raises(rgp.UnsupportedError, match=r"as it was before torch.jit: module '0' was scripted"):
         start(model=nn.Sequential(model))
 
     class DPOptimizer(torch.optim.SGD):
@@ -191,3 +191,41 @@ def test_a_progress_bar_of_steps():
         for batch in run:
             bar.update(run.step(loss_of(model, batch)))
     assert bar.n == bar.total == 12
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def refusal(loss) -> str:
+    model, run = start()
+
+    def train() -> None:
+        for _ in range(2):
+            for batch in run:
+                run.step(loss(model, batch))
+
+    with run, pytest.raises((rgp.UnsupportedError, rgp.WrongUseError)) as caught:
+        train()
+    return str(caught.value)
+
+
+def test_the_first_sentence_is_the_thing_to_do():
+    def hardest(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none").max()
+
+    def centred(model, batch):
+        return loss_of(model, (batch[0] - batch[0].mean(0), batch[1]))
+
+    def weighted(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], torch.tensor([1.0, 3.0]))
+
+    def penalised(model, batch):
+        return loss_of(model, batch) + model[0].weight.square().sum()
+
+    assert refusal(loss_of).startswith("write `for epoch in run.epochs()")
+    assert refusal(hardest).startswith("Compute one loss per example")
+    assert refusal(centred).startswith("Leave out what looks at the whole batch")
+    assert refusal(weighted).startswith("reduce the loss of each example on its own")
+    assert refusal(penalised).startswith("use the optimizer's weight_decay")
+    with pytest.raises(rgp.UnsupportedError, match=r"^replace batch norm with rgp.fix\(model\)"):
+        start(model=nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))

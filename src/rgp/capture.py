@@ -25,9 +25,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from rgp.checks.means import MEANS, Output, is_uneven, outputs_of
+from rgp.checks.means import MEANS, Output, is_uneven, outputs_of, reason_of
 from rgp.checks.passes import BACKWARD, GRAD, OwnPasses
-from rgp.errors import UnsupportedError, WrongUseError
+from rgp.errors import LayoutError, UnsupportedError, WrongUseError
 from rgp.rules import ALIASES, ANYTIME, PICKED, RULES, TRANSPOSED
 from rgp.rules.constants import Constants, tensors_in
 from rgp.rules.derived import derived
@@ -71,13 +71,15 @@ class Capture(TorchFunctionMode):
         self.constants = Constants(model, lambda tensor: self.slot(tensor) is not None)
         self.owners = Owners()
         self.looped: set[tuple[str, tuple[str, ...]]] = set()  # operations and parameters the fallback was used for
-        self.uneven: list[Node] = []  # means of this micro-batch with a divisor that is not the same for all examples
+        self.uneven: dict[Node, str] = {}  # means of this micro-batch in which examples count unequally, and why
         self.rehearsing = False  # whether dropout is left out, and outputs are noted (checks/rehearsal.py)
         # whether autocast is left out of a rehearsal too: its rounding would look like a small coupling
         self.rehearsing_precisely = False
         self.left_autocast_out = False  # whether there was any in this micro-batch
         self.rehearsing_compiled = False  # whether compiled modules run compiled in a rehearsal (compiled/)
         self.outputs: list[Output] = []  # outputs of operations with trained parameters, during a rehearsal
+        self.plainly = False  # in a rehearsal: whether parameters reach autograd as without the capture
+        self.unassigned: LayoutError | None = None  # in a rehearsal: why rows cannot be assigned to examples
 
     def names(self) -> dict[int, str]:
         """Id of a trained parameter -> its name."""
@@ -85,13 +87,20 @@ class Capture(TorchFunctionMode):
 
     def begin(self, examples: int) -> None:
         self.examples = examples
-        self.recomputes = self.left_autocast_out = False
+        self.recomputes = self.left_autocast_out = self.plainly = False
+        self.unassigned = None
         self._forget()
         self.constants.begin()
 
     def end(self) -> None:
         self.examples = None
         self._forget()
+
+    @property
+    def may_go_alone(self) -> bool:
+        """Whether the run can go on with one example at a time if rows cannot be assigned to examples."""
+        may_loop = all(slot.entry.fallback == "loop" for slot in self._slots.values())
+        return self.rehearsing and self.examples != 1 and may_loop and not (self.tracing or self.sharded)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -140,6 +149,12 @@ class Capture(TorchFunctionMode):
     def hand_on(self, result: Tensor, slot: Slot, transposed: bool) -> Tensor:
         """Give the model what was computed from parameters as a leaf, whose gradients go to the slot alone."""
         value = result.detach().requires_grad_()
+        self.guard(value, slot)
+        self.remember(value, slot, transposed)
+        return value
+
+    def guard(self, leaf: Tensor, slot: Slot) -> None:
+        """Refuse an ordinary gradient of a leaf whose gradients go to the slot."""
         name = slot.entry.name
 
         def refuse(leaf: Tensor) -> None:
@@ -150,9 +165,7 @@ class Capture(TorchFunctionMode):
                     "per example."
                 )
 
-        value.register_post_accumulate_grad_hook(refuse)
-        self.remember(value, slot, transposed)
-        return value
+        leaf.register_post_accumulate_grad_hook(refuse)
 
     def used_as(self, slot: Slot, form: Tensor | None) -> None:
         """Note that the slot's parameter is used as it is (None) or in a derived form; it must not be used as both."""
@@ -179,7 +192,7 @@ class Capture(TorchFunctionMode):
                 with self:
                     return func(edges, **kwargs)
         elif func == _GRAD:
-            _refuse_gradient_clipping()
+            _refuse_grad_readers()
         if self.examples is None:
             return func(*args, **kwargs)
         if self.rehearsing and func in DROPOUTS and self._has_examples(dropped := args[0] if args else kwargs["input"]):
@@ -200,9 +213,21 @@ class Capture(TorchFunctionMode):
     def _note_mean(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         assert self.examples is not None
         if is_uneven(func, self.examples, args, kwargs):
-            self.uneven += [edge.node for edge, _ in outputs_of(result)]
+            reason = reason_of(func, args, kwargs)
+            self.uneven.update((edge.node, reason) for edge, _ in outputs_of(result))
 
     def _operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.plainly:
+            return func(*args, **kwargs)
+        try:
+            return self._captured(func, args, kwargs)
+        except LayoutError as error:
+            if self.in_backward or not self.may_go_alone:
+                raise
+            self.unassigned, self.plainly = error, True
+            return func(*args, **kwargs)
+
+    def _captured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         met = [slot for slot in map(self.slot, _operands(args, kwargs)) if slot is not None]
         special = None if self.tracing else ANYTIME.get(func)  # those draw numbers outside of torch
         # also without grad: a reentrant checkpoint will run it again with
@@ -272,7 +297,7 @@ class Capture(TorchFunctionMode):
         for operand in tensors_in((args, kwargs)):
             if self.owners.of(operand) is not None:
                 name = next(slot for t in _operands(args, kwargs) if (slot := self.slot(t)) is not None).entry.name
-                raise UnsupportedError(
+                raise LayoutError(
                     f"parameter {name!r} met rows that an index had picked out of the batch, in {name_of(func)}, whose rule "
                     "needs the examples in their order. Freeze it, or use linear layers and elementwise operations there."
                 )
@@ -318,7 +343,7 @@ class Capture(TorchFunctionMode):
         assert self.examples is not None
         found = [owned for tensor in tensors if self.owners and (owned := self.owners.of(tensor)) is not None]
         if len({id(owned) for owned in found}) > 1:
-            raise UnsupportedError("rows that were picked out of the batch in two different ways met in one operation")
+            raise LayoutError("rows that were picked out of the batch in two different ways met in one operation")
         return found[0] if found else self.examples
 
 
@@ -337,7 +362,7 @@ def _without_dropout(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args, {**kwargs, "dropout_p": 0.0}
 
 
-def _refuse_gradient_clipping() -> None:
+def _refuse_grad_readers() -> None:
     frame: FrameType | None = sys._getframe(2)
     for _ in range(6):
         if frame is None:
@@ -347,6 +372,11 @@ def _refuse_gradient_clipping() -> None:
                 f"torch.nn.utils.{frame.f_code.co_name} has nothing to clip here: run.step clips each example's gradient "
                 "(the clip argument of privatize). Remove the call."
             )
+        if frame.f_code.co_name == "_unscale_grads_":
+            raise WrongUseError(
+                "leave the GradScaler out: run.step(loss) takes the loss as it is, and there are no gradients to unscale. A loss "
+                "that was scaled has gradients above the clip norm for every example."
+            )
         frame = frame.f_back
 
 
@@ -354,7 +384,7 @@ def _refuse_batch_statistics(func, args, kwargs) -> None:
     training = kwargs.get("training", args[5] if len(args) > 5 else False)
     if training:
         raise UnsupportedError(
-            "batch norm in training mode mixes the examples of a batch, so one example's gradient depends on the others and no "
-            "clipping bounds it. Replace it: rgp.fix(model) puts GroupNorm in its place; or call .eval() on a frozen network "
-            "or a teacher, whose statistics are to stay as they are."
+            "replace batch norm with rgp.fix(model), which puts GroupNorm in its place; or call .eval() on a frozen network or a "
+            "teacher, whose statistics are to stay as they are. As it is, batch norm in training mode mixes the examples of a "
+            "batch (in a network or a teacher alike): one example's gradient depends on the others and no clipping bounds it."
         )

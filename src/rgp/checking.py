@@ -18,7 +18,7 @@ from rgp.capture import Capture
 from rgp.carriers import Released, find_carriers
 from rgp.checks.arguments import check_model
 from rgp.clipping import Gradients
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError, UnsupportedError
 from rgp.methods import RGP, Method
 from rgp.plan import make_plan
 from rgp.rules.forms import is_in_place
@@ -33,6 +33,7 @@ class Check:
 
     errors: dict[str, float]
     tolerance: float
+    alone: str = ""  # why each example had to go through the model alone, if it had to
 
     @property
     def ok(self) -> bool:
@@ -49,6 +50,8 @@ class Check:
             for name, error in sorted(self.errors.items(), key=lambda kv: -kv[1])
         ]
         verdict = "exact" if self.ok else "NOT exact: do not train this model privately before it is"
+        if self.alone:
+            lines.append(f"one example at a time, which is exact and slow: {self.alone}")
         return "\n".join([*lines, f"worst relative error {self.worst:.1e}: {verdict}"])
 
 
@@ -70,10 +73,11 @@ def check(
         casts to it, become float64 on the way.
 
     Finds wrong layouts, operations without exact rules, and losses that mix examples, such as a mean over all tokens.
+    Where rows cannot be assigned to examples (positions first, say), it works with one example at a time, as a run does then.
     What the model draws from torch's generators for an example in the batch, it gets again when that example is alone.
     """
     method = RGP() if method is None else method
-    model = copy.deepcopy(uncompiled(model))
+    model = _copied(uncompiled(model))
     check_model(model)
     if any(map(is_compiled, model.modules())):
         raise UnsupportedError(
@@ -88,14 +92,27 @@ def check(
     if double:
         batch = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
         loss_fn = _in_float64(loss_fn)
-    draws = _Draws(m)
-    with draws:
-        layout = _captured(model, batch, loss_fn, method, m, loss_reduction)
-    errors = dict.fromkeys(layout, 0.0)
+    draws, alone = _Draws(m), ""
+    try:
+        with draws:
+            layout = _captured(model, batch, loss_fn, method, m, loss_reduction)
+    except LayoutError as refusal:
+        if m == 1 or method.fallback != "loop":
+            raise
+        alone, refused = refusal.reason, refusal
+    errors: dict[str, float] = {}
+    total: dict[str, Tensor] = {}  # of the examples' gradients
     for i in range(m):
         one = tree_map(lambda t, i=i: t[i : i + 1] if isinstance(t, Tensor) and t.dim() and len(t) == m else t, batch)
+        if alone:
+            draws = _Draws(1)
+            try:
+                with draws:
+                    layout = _captured(model, one, loss_fn, method, 1, loss_reduction)
+            except (RuntimeError, IndexError) as failure:  # the model, or the loss, cannot do with one example
+                raise refused from failure
         model.zero_grad(set_to_none=True)
-        with draws.of_example(i):
+        with draws.of_example(0 if alone else i):
             loss_fn(model, one).sum().backward()
         parameters = dict(model.named_parameters())
         whole = torch.stack([p.grad.norm() for p in parameters.values() if p.grad is not None]).norm()
@@ -103,11 +120,37 @@ def check(
             truth = _released_form(slot, parameters[name].grad, parameters[name])
             # a gradient that is zero by symmetry (the bias of attention's keys) is rounding on both sides
             scale = max(float(truth.norm()), 1e-6 * float(whole)) or 1.0
-            missed = truth if found is None else found[i].detach() - truth
+            missed = truth if found is None else found[0 if alone else i].detach() - truth
             error = float(missed.norm()) / scale
-            errors[name] = max(errors[name], math.inf if math.isnan(error) else error)
+            errors[name] = max(errors.get(name, 0.0), math.inf if math.isnan(error) else error)
+            if alone and (gradient := parameters[name].grad) is not None:
+                total[name] = total.get(name, torch.zeros_like(gradient)) + gradient
+    if alone and not draws.drew:
+        for name, error in _mixed(model, batch, loss_fn, total, m if loss_reduction == "mean" else 1).items():
+            errors[name] = max(errors[name], error)
     floor = 1e-9 if double else 1e-3
-    return Check(errors, floor if tolerance is None else tolerance)
+    return Check(errors, floor if tolerance is None else tolerance, alone)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A deep copy, also where a module keeps what it computed from a parameter, as the old torch.nn.utils.weight_norm does."""
+    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    computed = {id(value): value.detach().clone() for value in kept if not value.is_leaf}
+    return copy.deepcopy(model, computed)
+
+
+def _mixed(model, batch, loss_fn, total: dict[str, Tensor], weight: int) -> dict[str, float]:
+    """By how much a batch's gradient differs from the sum of what its examples give alone."""
+    model.zero_grad(set_to_none=True)
+    loss = loss_fn(model, batch)
+    torch.autograd.backward(loss, torch.full_like(loss, weight))
+    whole = torch.stack([gradient.norm() for gradient in total.values()]).norm()
+    errors = {}
+    for name, parameter in model.named_parameters():
+        if name in total:
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            errors[name] = float((found - total[name]).norm() / (total[name].norm() + 1e-6 * whole + 1e-30))
+    return errors
 
 
 def _captured(model, batch, loss_fn, method, m, loss_reduction):
@@ -189,6 +232,10 @@ class _Draws(TorchFunctionMode):
         self._kept: list[Tensor] = []
         self._example: int | None = None
         self._next = 0
+
+    @property
+    def drew(self) -> bool:
+        return bool(self._kept)
 
     def of_example(self, i: int) -> _Draws:
         self._example, self._next = i, 0

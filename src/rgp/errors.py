@@ -5,6 +5,16 @@ class UnsupportedError(RuntimeError):
     """A trained parameter or a module whose per-example gradients cannot be computed."""
 
 
+class LayoutError(UnsupportedError):
+    """Which rows belong to which example cannot be told. If an example is alone, all of them are its own."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason} (Or pass microbatch_size=1 to privatize: one example at a time is exact in any layout, and slow.)"
+        )
+        self.reason = reason
+
+
 class WrongUseError(RuntimeError):
     """The training loop called things in an order, or with values, that private training cannot accept."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class Loop:
                 self._together,
                 compiled=step.regions is not None,
             )
-        self._step, self._loading, self._streams = step, loading, streams
+        self._step, self.loading, self._streams = step, loading, streams
+        self._dataset = dataset
         self._loader = Loader(dataset, loading, streams)
         # whether every rank makes the same number of passes in a step (fillers make up for it), so that a loop may use
         # collectives of its own; passes over sharded weights are such
@@ -66,9 +68,9 @@ class Loop:
             raise WrongUseError("this run is closed; make a new one with privatize, or rgp.resume a saved one")
         if self._ended:
             raise WrongUseError(
-                f"all {self._step.mechanism.steps} steps of this run are taken: one loop over it is the whole training, and "
-                "there is nothing left for another. For a loop over epochs, `for epoch in run.epochs(): for batch in epoch:`; "
-                "without epochs, one `for batch in run:`. To train longer, plan more epochs or steps in privatize."
+                "write `for epoch in run.epochs(): for batch in epoch:` for a loop over epochs, or one `for batch in run:` "
+                f"without them. All {self._step.mechanism.steps} steps of this run are taken: one loop over it is the whole "
+                "training, and there is nothing left for another. To train longer, plan more epochs or steps in privatize."
             )
         self.abandon()
         self._failed = self._stop = self._step.stopped = False
@@ -93,6 +95,9 @@ class Loop:
                     loader = self._load()
                 if self.rehearsal is not None and self.rehearsal.is_due(index):
                     yield from self._rehearse(token)
+                    if self.rehearsal.microbatch_size != self.loading.microbatch_size:
+                        self._load_alone()
+                        parts, loader = self._microbatches(index), self._load()
                 for current in self._passes(parts):
                     if current.view == 0:
                         with kept_rng():
@@ -167,9 +172,9 @@ class Loop:
         if self._watches_rates and (now := self._learning_rates()) != self._rates:
             self._watches_rates = False  # once is enough
             warnings.warn(
-                f"the learning rate became {now[0]:g} inside a logical batch: a scheduler is stepped for every "
-                "micro-batch, which is more often than there are steps. Give it to privatize(scheduler=...), or call its step() "
-                "where run.step(loss) returns True. Schedules that need their length have it in len(run)."
+                "give the scheduler to privatize(scheduler=...), or call its step() where run.step(loss) returns True: the "
+                f"learning rate became {now[0]:g} inside a logical batch, so it is stepped for every micro-batch, which is "
+                "more often than there are steps. Schedules that need their length have it in len(run)."
             )
 
     def _check_newest(self, token: object) -> None:
@@ -213,7 +218,7 @@ class Loop:
 
     def _passes(self, parts: list[list[int]]) -> Iterator[Pass]:
         """The passes in which one logical batch is processed."""
-        views = self._loading.views
+        views = self.loading.views
         for i, part in enumerate(parts):
             group = part.group if isinstance(part, UnitPart) else None
             for view in range(views):
@@ -242,6 +247,11 @@ class Loop:
         """The seed of torch's generator in one pass; a step that is drawn again has other random numbers."""
         return self._streams.torch_seed(self._step.index, part, self._step.releases.attempt)
 
+    def _load_alone(self) -> None:
+        """From now on one example at a time: the rehearsal has found that rows cannot be assigned to examples."""
+        self.loading = replace(self.loading, microbatch_size=1)
+        self._loader = Loader(self._dataset, self.loading, self._streams)
+
     def _load(self) -> Iterator[Any]:
         index = self._step.index
 
@@ -252,12 +262,12 @@ class Loop:
         return self._loader.batches(schedule, self._streams.torch_seed(index, part=2**32))
 
     def _augmented(self, batch: Any, current: Pass) -> Any:
-        if self._loading.augment is None:
+        if self.loading.augment is None:
             return batch
         seed = self._seed(current.part + 2**35 + (current.view << 36))
         with kept_rng(), forked_rng(seed):
             seed_others(seed)
-            return self._loading.augment(batch)
+            return self.loading.augment(batch)
 
     def _enter(self, current: Pass) -> None:
         self._waiting = self._handed = current

@@ -45,13 +45,18 @@ class Run:
     def __init__(self, step: Step, dataset: Any, loading: Loading, streams: Streams, *, rehearse: bool = True) -> None:
         self._step, self._streams = step, streams
         self._loop = Loop(step, dataset, loading, streams, rehearse=rehearse)
-        self.dataset, self.loading = dataset, loading
+        self.dataset = dataset
         self.secret_file: Path | None = None  # the file in which rgp.checkpoint keeps the secret of the streams
         step.trained.take()
         if step.regions is not None:
             step.regions.take()
 
     # ------------------------------------------------------------------ training
+
+    @property
+    def loading(self) -> Loading:
+        """How drawn examples become micro-batches."""
+        return self._loop.loading
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loop)

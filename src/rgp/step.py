@@ -27,7 +27,7 @@ from rgp.checks.writes import Writes
 from rgp.clipping import Gradients
 from rgp.coordinates import Coordinates
 from rgp.distributed import HERE, STOPS, RankReport
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError, UnsupportedError
 from rgp.mechanism import Mechanism
 from rgp.members import Group
 from rgp.observing import Observer
@@ -135,12 +135,14 @@ class Step:
         if self.plain or not current.begins_part:
             self.gradients.begin_pass(current.group)
         else:
-            self.gradients.begin(len(current.units), current.group)
+            plain = current.trial is not None and current.trial.plain
+            self.gradients.begin(1 if plain else len(current.units), current.group)
         self.capture.rehearsing = current.trial is not None
         self.capture.rehearsing_precisely = current.trial is not None and current.trial.precise
         self.capture.rehearsing_compiled = current.trial is not None and current.trial.compiled
         if not self.plain:
             self.capture.begin(current.examples)
+            self.capture.plainly = current.trial is not None and current.trial.plain
         self.capture.__enter__()
         self._uncompiled.enter_context(as_written())
         self._residual_off()
@@ -171,22 +173,30 @@ class Step:
         """The loop's loss -> per-example gradients; at the end of a micro-batch clip each example, and add it to the sum."""
         self.capture.in_backward = True  # from here on, differentiating is the engine's own
         try:
-            self._differentiate(loss, weights, current)
+            if self.capture.unassigned is None:
+                self._differentiate(loss, weights, current)
+        except LayoutError as error:
+            if not self.capture.may_go_alone:
+                raise
+            self.capture.unassigned = error
         finally:
             self.capture.in_backward = False
         with torch._C.DisableTorchFunction():  # the capture is on until the loop goes on, and need not see what follows
             self._after_backward(current)
 
     def _after_backward(self, current: Pass) -> None:
-        m = current.examples
+        m, unassigned = current.examples, self.capture.unassigned
+        if current.trial is not None and (current.trial.plain or unassigned is not None):
+            self._take_plain()
         if self.plain:
             if current.counts:
                 self.gradients.add_plain(self.trained.gradients(), m)
             self.trained.drop_gradients()
-        if current.counts or not self.plain:
+        if unassigned is None and (current.counts or not self.plain):
             guards.check_captured(self.trained.parameters, self.trained.slots)
         self.writes.check()
         if current.trial is not None:
+            current.trial.unassigned = unassigned
             current.trial.sketches = self.gradients.sketches()
             current.trial.autocast = self.capture.left_autocast_out
             return
@@ -197,8 +207,16 @@ class Step:
         if current.counts:
             self.unused -= {name for name in self.unused if self.trained.slots[name].used}
 
+    def _take_plain(self) -> None:
+        """Let the slots have what plain training left in .grad: one gradient, of all examples together."""
+        for name, gradient in self.trained.gradients().items():
+            if self.capture.unassigned is None and self.trained.slots[name].derive is None:
+                self.trained.slots[name].add_dense(gradient.unsqueeze(0))
+        self.trained.drop_gradients()
+
     def _differentiate(self, loss: Tensor, weights: Tensor, current: Pass) -> None:
-        if not self.plain:
+        plain = current.trial is not None and current.trial.plain
+        if not (self.plain or plain):
             guards.check_leaves(loss, self.trained)
             check_even(loss, self.capture.uneven)
             if (

@@ -146,7 +146,14 @@ def user_scaler_step(model, optimizer, loss):
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
 
+def user_scales(model, optimizer, loss):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss)
+    scaler.step(optimizer)
+
+
 HABITS = [
+    user_scales,
     user_clips,
     user_clips_values,
     user_backward,

@@ -181,7 +181,7 @@ def train(loss: Loss, **options) -> rgp.Run:
 @pytest.mark.parametrize("loss", COUPLED.values(), ids=COUPLED)
 def test_a_loss_that_couples_examples_is_refused(loss, method):
     assert not rgp.check(Towers(), batch(), loss).ok
-    with pytest.raises(rgp.UnsupportedError, match=r"the loss couples the examples|divisor depends on all examples"):
+    with pytest.raises(rgp.UnsupportedError, match=r"the loss couples the examples|divisor depends on"):
         train(loss, method=method)
 
 
@@ -314,6 +314,6 @@ def test_the_built_in_loss_of_a_language_model_is_refused_for_padded_texts():
                 run.step(model(**batch).loss)
         return run
 
-    with pytest.raises(rgp.UnsupportedError, match=r"divisor depends on all examples|the loss couples"):
+    with pytest.raises(rgp.UnsupportedError, match=r"divisor depends on|the loss couples"):
         run(padded)
     assert run(ids).step_index == 1  # blocks of one length

@@ -46,9 +46,59 @@ def test_a_mean_that_becomes_uneven_later_is_refused():
 
 
 def test_a_loop_that_leaves_examples_out_later_is_refused():
-    with pytest.raises(rgp.UnsupportedError, match="divisor depends on all examples' labels"):
+    with pytest.raises(rgp.UnsupportedError, match="divisor depends on how many entries of each example are counted"):
         late(in_turn)
 
 
 def test_one_loss_for_each_example_is_fine():
     assert late(own).step_index == 3
+
+
+# -------- a message names tokens, ignored labels and class weights where there are some, and not elsewhere
+
+
+def refusal(loss, y: Tensor, inputs: int = 6) -> str:
+    """What a run says to this loss of a linear model's outputs (m, 3) and targets y."""
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(inputs, generator=generator), y[i]) for i in range(ROWS)]
+    model = nn.Linear(inputs, 3)
+    run = rgp.privatize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data, noise_multiplier=1.0, batch_size=32, steps=3
+    )
+
+    def train() -> None:
+        for x, target in run:
+            run.step(loss(model(x), target))
+
+    with run, pytest.raises(rgp.UnsupportedError) as caught:
+        train()
+    return str(caught.value)
+
+
+CLASSES = torch.arange(ROWS) % 3
+NUMBERS = torch.linspace(-1, 1, ROWS)
+
+
+def test_a_regression_hears_nothing_of_tokens_and_class_weights():
+    said = refusal(lambda out, y: F.mse_loss(out[:, :1].expand(-1, len(y)), y.expand(len(y), -1)), NUMBERS)
+    assert "the loss couples the examples" in said and "(m, 1) against targets of shape (m,)" in said
+    assert "token" not in said and "class weights" not in said
+    said = refusal(lambda out, y: F.mse_loss(out[y > 0, 0], y[y > 0]), NUMBERS)
+    assert "how many entries of each example are counted" in said
+    assert "token" not in said and "class weights" not in said and "ignored" not in said
+
+
+def test_a_classifier_without_tokens_hears_nothing_of_them():
+    said = refusal(lambda out, y: F.cross_entropy(out, y, torch.tensor([1.0, 2.0, 3.0])), CLASSES)
+    assert "class weights" in said and "ignored" not in said and "token" not in said
+    said = refusal(lambda out, y: F.cross_entropy(out, torch.where(y == 0, -100, y)), CLASSES)
+    assert "not ignored" in said and "class weights" not in said and "token" not in said
+    said = refusal(lambda out, y: F.cross_entropy(out, y) ** 2, CLASSES)
+    assert "class weights" in said and "token" not in said
+
+
+def test_a_tagger_hears_of_tokens():
+    said = refusal(
+        lambda out, y: F.cross_entropy(out.unsqueeze(2).expand(-1, -1, 2), y) ** 2, torch.stack([CLASSES] * 2, 1)
+    )
+    assert "a mean over the tokens or labels that are there" in said

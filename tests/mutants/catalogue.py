@@ -601,6 +601,16 @@ PRIVATE = group(
         by=("checks/test_means.py::test_a_mean_that_becomes_uneven_later_is_refused",),
     ),
     mutant(
+        "a model that mixes examples goes alone",
+        "rows cannot be assigned to examples, and it is not asked whether the model mixes them",
+        (
+            "checks/rehearsal.py",
+            "        if change > tolerance and not (whole",
+            "        if change > 9e9 and not (whole",
+        ),
+        by=("test_loop_alone.py::test_a_model_that_mixes_examples_as_well_is_refused",),
+    ),
+    mutant(
         "a loop that leaves examples out",
         "the mean over those that are left divides by their number, and is taken for one example's own",
         ("checks/means.py", 'return len(found) == 1 and not found & {"rows", "unknown"}', "return True"),

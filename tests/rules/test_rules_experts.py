@@ -144,7 +144,9 @@ class Picked(nn.Module):
 def test_rows_whose_owners_are_lost_are_refused(way):
     """Eight rows for four examples: by their number they could be taken for two of each."""
     with pytest.raises(rgp.UnsupportedError, match=r"picked out of the batch"):
-        rgp.check(Picked(way), batch(), losses, method=rgp.DPSGD())
+        rgp.check(Picked(way), batch(), losses, method=rgp.DPSGD(fallback="error"))
+    found = rgp.check(Picked(way), batch(), losses, method=rgp.DPSGD())  # alone: then it shows that examples are mixed
+    assert found.alone and (not found.ok or found.worst == 0)  # distances are so large that no gradient is left
 
 
 def test_rows_put_back_elsewhere_are_refused():
@@ -162,7 +164,9 @@ def test_rows_put_back_elsewhere_are_refused():
             return self.head(y).view_as(x)
 
     with pytest.raises(rgp.UnsupportedError, match=r"picked out of the batch"):
-        rgp.check(Shuffled(), batch(), losses, method=rgp.DPSGD())
+        rgp.check(Shuffled(), batch(), losses, method=rgp.DPSGD(fallback="error"))
+    found = rgp.check(Shuffled(), batch(), losses, method=rgp.DPSGD())  # alone: then it shows that examples are mixed
+    assert found.alone and not found.ok
 
 
 def test_rows_picked_in_the_order_of_the_examples_are_ordinary(method):

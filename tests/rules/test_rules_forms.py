@@ -323,11 +323,12 @@ def test_a_penalty_on_the_weights_is_told_to_use_weight_decay():
 
 
 @pytest.mark.parametrize("steps", [3, 8])
-def test_an_einsum_with_the_steps_first_is_refused(steps):
-    """A letter of the examples' number, but not the first, may be anything."""
+def test_an_einsum_with_the_steps_first_goes_alone(steps):
+    """A letter of the examples' number, but not the first, may be anything: each example goes alone."""
     model = Calls(lambda self, x: torch.einsum("ibd,kd->bik", x.transpose(0, 1), self.W), W=matrix(8, 8))
-    with pytest.raises(rgp.UnsupportedError, match=r"'W'.*einsum"):
-        check(model, steps, 8, method=rgp.DPSGD())
+    batch = (torch.randn(EXAMPLES, steps, 8, generator=seeded(1), dtype=torch.float64), spread(EXAMPLES))
+    found = rgp.check(model, batch, losses, method=rgp.DPSGD())
+    assert "'W'" in found.alone and "einsum" in found.alone and found.ok  # with one example at a time it can be told
 
 
 @pytest.mark.parametrize("experts", [4, 8])
@@ -342,4 +343,49 @@ def test_a_stack_of_experts_is_not_taken_for_examples(experts):
         model = Calls(forward, W=start)
         batch = (torch.randn(4, 4, 8, dtype=torch.float64), spread(4))
         with pytest.raises(rgp.UnsupportedError, match=r"'W'.*not the 4 examples"):
-            rgp.check(model, batch, losses, method=rgp.DPSGD())
+            rgp.check(model, batch, losses, method=rgp.DPSGD(fallback="loop" if experts == 8 else "error"))
+
+
+class Written(nn.Module):
+    """A table of positions that is written into a tensor of the model's, once for all examples or row by row."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.W, self.V = way, nn.Parameter(matrix(8, 8)), nn.Parameter(matrix(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.zeros(len(x), 8, 8, dtype=x.dtype)
+        if self.way == "all rows":
+            whole[:, :5] = self.W[:5]
+            whole[:, 5] = self.V
+        else:
+            for i in range(len(x)):
+                whole[i, : 5 if self.way == "alike" else 3 + i] = self.W[:5] if self.way == "alike" else self.W[: 3 + i]
+                whole[i, -1] = self.V * (i + 1 if self.way == "unlike" else 1)
+        return (x * whole).flatten(1).tanh()
+
+
+@pytest.mark.parametrize("way", ["all rows", "alike"])
+def test_parameters_that_are_written_into_a_tensor(way, method):
+    check(Written(way), 8, 8, method=method)
+
+
+def test_other_rows_for_each_example_are_not_taken_for_copies_of_one():
+    batch = (torch.randn(EXAMPLES, 8, 8, generator=seeded(1), dtype=torch.float64), spread(EXAMPLES))
+    with pytest.raises(rgp.UnsupportedError, match="has a row for each row"):
+        rgp.check(Written("unlike"), batch, losses, method=METHODS["dpsgd"])
+
+
+def test_a_form_into_which_a_parameter_is_written_is_refused():
+    class Overwritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W = nn.Parameter(matrix(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            form = self.W * 2
+            form[0] = self.W[1]
+            return F.linear(x, form)
+
+    with pytest.raises(rgp.UnsupportedError, match="changed in place"):
+        check(Overwritten(), 8, method=METHODS["dpsgd"])

@@ -140,13 +140,25 @@ def test_cells_in_a_loop(kind, method):
     check(kind(5, 6), normal(3, 5), method=method, run=run)
 
 
-def test_a_packed_sequence_is_refused_with_the_way_out():
-    def run(model, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x, [3, 3, 2, 1][: len(x)], batch_first=True)
-        return model(packed)[1][0].squeeze(0)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_packed_sequence_goes_alone_or_is_refused_with_the_way_out(kind):
+    model = kind(5, 6, 2, batch_first=True, bidirectional=True)
 
+    def losses(model, batch):
+        x, lengths, weight = batch
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        packed, state = model(packed)
+        y = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+        state = state[0] if isinstance(state, tuple) else state
+        each = torch.cat([y.sum(1), state.transpose(0, 1).flatten(1)], 1).tanh().square().sum(1)
+        return (each * weight).mean()
+
+    batch = (normal(3, 5), torch.tensor([3, 3, 2, 1]), spread(EXAMPLES))
+    found = rgp.check(model, batch, losses, method=rgp.DPSGD())
+    assert found.ok, str(found)
+    assert len(found.errors) == 16 and "PackedSequence" in found.alone
     with pytest.raises(rgp.UnsupportedError, match=r"'weight_ih_l0' met a PackedSequence.*padded tensor"):
-        check(nn.LSTM(5, 6, batch_first=True), normal(3, 5), method=rgp.DPSGD(), run=run)
+        rgp.check(model, batch, losses, method=METHODS["dpsgd"])
 
 
 # -------- transposed convolutions
@@ -253,6 +265,41 @@ def test_attention_with_learned_queries_and_keys(length, batch_first, method):
     check(Reader(batch_first), normal(length, 6), method=method)
 
 
+# -------- several rows to an example
+
+
+class Film(nn.Module):
+    """Frames go through convolutions as if each were an example."""
+
+    def __init__(self, groups: int, bias: bool) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=groups, bias=bias)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=groups, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = torch.tanh(self.down(x.flatten(0, 1)))
+        return self.up(frames).unflatten(0, x.shape[:2]).sum((1, 3, 4))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_of_several_frames_to_an_example(groups, bias, method):
+    check(Film(groups, bias), normal(3, 4, 5, 5), method=method)
+
+
+def test_frames_that_belong_to_no_example_are_refused():
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(2, 3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x[:-1] + x[1:]).flatten().sum() * torch.ones(len(x), 1)
+
+    with pytest.raises(rgp.UnsupportedError, match=r"'conv.weight' met an input of shape \(3, 2, 4\)"):
+        check(Pairs(), normal(2, 4), method=METHODS["dpsgd"])
+
+
 # -------- what has no rule
 
 
@@ -306,8 +353,14 @@ def test_the_fallback_refuses_what_it_cannot_tell_apart(way):
             return (x * 1).index_add_(2, torch.arange(3), self.centres[:3, :1].T.expand(len(x), x.shape[1], 3))
 
     for length in (8, 3):
-        with pytest.raises(rgp.UnsupportedError, match=r"'centres'"):
-            check(Model(), normal(length, 5), method=rgp.DPSGD())
+        if way in ("random", "in place"):
+            with pytest.raises(rgp.UnsupportedError, match=r"'centres'"):
+                check(Model(), normal(length, 5), method=rgp.DPSGD())
+        else:  # then each example goes through the model alone, which shows whether they are mixed
+            found = rgp.check(
+                Model(), (normal(length, 5), spread(EXAMPLES)), lambda f, b: squares(f(b[0]), b[1]), method=rgp.DPSGD()
+            )
+            assert "'centres'" in found.alone and found.ok == (way != "mixes")
 
 
 @torch.overrides.wrap_torch_function(lambda x, w: (x, w))

@@ -32,8 +32,8 @@ def check_arguments(
         raise TypeError(f"model must be a torch.nn.Module; got {model!r}")
     if type(optimizer).__module__.partition(".")[0] == "opacus":
         raise TypeError(
-            f"optimizer is Opacus's {type(optimizer).__name__}, which clips and adds noise by itself. Give privatize the torch "
-            "optimizer that it was made from: optimizer.original_optimizer."
+            "give privatize the torch optimizer that this one was made from, optimizer.original_optimizer: it is Opacus's "
+            f"{type(optimizer).__name__}, which clips and adds noise by itself."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be an instance of a torch.optim class; got {optimizer!r}")
@@ -68,13 +68,14 @@ def check_model(model: nn.Module, *, meta: bool = False) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"{f'module {name!r}' if name else 'the model'} was scripted or traced by torch.jit, which hides its operations "
-                "from the engine. Give privatize the module as it was before."
+                "give privatize the module as it was before torch.jit: "
+                f"{f'module {name!r}' if name else 'the model'} was scripted or traced, which hides its operations."
             )
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise UnsupportedError(
-                f"module {name!r} is {type(module).__name__} in training mode: it mixes the examples of a batch, so no clipping "
-                "bounds one example's influence. rgp.fix(model) replaces it by GroupNorm; or keep its statistics: .eval()."
+                "replace batch norm with rgp.fix(model), which puts GroupNorm in its place; or keep its statistics: .eval(). "
+                f"Module {name!r} is {type(module).__name__} in training mode: it mixes the examples of a batch, so no "
+                "clipping bounds one example's influence."
             )
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training and module.track_running_stats:
             raise UnsupportedError(
@@ -89,15 +90,15 @@ def refuse_opacus(model: nn.Module) -> None:
     """Opacus's wrapper keeps per-example gradients of its own, and so do its hooks, which stay when it is taken off."""
     if type(model).__module__.partition(".")[0] == "opacus":
         raise TypeError(
-            f"model is Opacus's {type(model).__name__}. Call model.remove_hooks() and give privatize the module inside it, "
-            "model._module."
+            "call model.remove_hooks() and give privatize the module inside it, model._module: the model is Opacus's "
+            f"{type(model).__name__}."
         )
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._backward_hooks.values()]
         if any((getattr(getattr(hook, "func", hook), "__module__", "") or "").startswith("opacus.") for hook in hooks):
             raise ValueError(
-                f"module {name or '(the model)'!r} still has hooks of Opacus, which go on storing per-example gradients. Call "
-                "remove_hooks() on the GradSampleModule that make_private returned, or make the model anew."
+                "call remove_hooks() on the GradSampleModule that make_private returned, or make the model anew: module "
+                f"{name or '(the model)'!r} still has hooks of Opacus, which go on storing per-example gradients."
             )
 
 

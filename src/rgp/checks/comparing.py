@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from rgp.checks.items import same_rows, shapes_of_rows
 from rgp.checks.trial import Sketches, Trial
 from rgp.errors import UnsupportedError
+from rgp.torchstate import as_tree
 
 DEALS = (
     4000  # random assignments of copies to seeds, all of which must be farther apart for randomness to count as shared
@@ -42,20 +46,28 @@ def advice_on(one: Trial, two: Trial, stayed: list[int], same_shapes: bool, tole
     stage = stage_of(one, two, stayed, same_shapes, tolerance)
     if stage.startswith(("collate_fn", "the loop")):
         return (
-            "Mixup, cutmix, and statistics over the batch (its mean, its largest value) do that, and inputs without the examples "
-            "in their first dimension (batch_first=True)."
+            "Leave out what looks at the whole batch: mixup, cutmix, statistics over it (its mean, its largest value); and put "
+            "the examples into the first dimension of the inputs (batch_first=True)."
         )
     if stage.startswith("the model"):
         return (
-            "Batch statistics do that (rgp.fix(model) replaces batch norm; call .eval() on a frozen network or a teacher), and "
-            "activations without the examples in their first dimension (batch_first=True)."
+            "Take out what looks at the whole batch: rgp.fix(model) replaces batch norm, .eval() does for a frozen network or a "
+            "teacher, and batch_first=True puts the examples first. Or pass microbatch_size=1, and none meets another."
         )
     if stage.startswith("an example's"):
         return "Mask the padding in the model and in the loss (attention_mask, labels of -100), or pad to one length."
     return (
         "Compute one loss per example from its own outputs and labels, and take their mean. Common causes: outputs of shape "
-        "(m, 1) against targets of shape (m,), a mean over the tokens, labels or classes that are there, class weights, "
-        "contrastive and ranking terms, statistics over the batch."
+        f"(m, 1) against targets of shape (m,), {_causes(one.batch)}contrastive and ranking terms, statistics over the batch."
+    )
+
+
+def _causes(batch: Any) -> str:
+    """Means over tokens where the batch has integers in rows, class weights where it has integers at all."""
+    whole = [leaf for leaf in tree_leaves(as_tree(batch)) if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
+    tokens = any(leaf.dim() > 1 for leaf in whole)
+    return ("a mean over the tokens or labels that are there, " if tokens else "") + (
+        "class weights, " if whole else ""
     )
 
 
@@ -70,11 +82,11 @@ def check_shared(passes: Tensor, tolerance: float, released: str) -> None:
     alike = bool((passes[:, 0] - passes[:, 1]).abs().amax() <= tolerance * scale)
     if alike or _nearer_than_by_chance(passes[:, :, informative] / spread[informative]):
         raise UnsupportedError(
-            "the examples of a batch share random numbers: two copies of one example gave the same result under each of several "
+            "draw random numbers for each example on its own: torch.rand(len(x)) in place of torch.rand(1). As it is, the "
+            "examples of a batch share random numbers: two copies of one example gave the same result under each of several "
             "seeds, and otherwise under others. A flip drawn once for a batch does that, a layer that is left out for a whole "
             "batch (layerdrop, stochastic depth in batch mode), or dropout of weights. Which examples share a draw depends on "
-            "who else is in the batch, so one example more would change everybody's gradient. Draw for each example on its own: "
-            f"torch.rand(len(x)) in place of torch.rand(1). {released} See docs/pitfalls.md."
+            f"who else is in the batch, so one example more would change everybody's gradient. {released} See docs/pitfalls.md."
         )
 
 
@@ -122,6 +134,21 @@ def moved(one: Trial, two: Trial, stayed: list[int]) -> tuple[float, str]:
     return float(found[worst].max()), names[int(found[worst].argmax()) // 3]
 
 
+def sums_differ(whole: Trial, alone: list[Trial]) -> tuple[float, str]:
+    """By how much a batch's plain gradient differs from the sum of what its examples give alone, and where most.
+
+    Relative to the sum of their norms. What examples that are NaN or Inf give is not known, and says nothing.
+    """
+    parts, names = torch.stack([rows_of(trial.sketches)[0] for trial in alone]), list(whole.sketches)
+    found = rows_of(whole.sketches)[0]
+    if not bool(parts.isfinite().all()):
+        return 0.0, ""
+    projections = torch.arange(found.numel()) % 3 > 0  # norms do not add up
+    scale = parts[:, ::3].norm(dim=1).sum() + 1e-30
+    change = ((found - parts.sum(0)).abs() / scale).nan_to_num(float("inf"))[projections]
+    return float(change.max()), names[int(change.argmax()) // 2]
+
+
 def _in_place(one: Trial, two: Trial, stayed: list[int]) -> bool:
     """Whether the examples that stayed are in the same rows, in the batch and where the model got them."""
     return (
@@ -134,6 +161,8 @@ def _in_place(one: Trial, two: Trial, stayed: list[int]) -> bool:
 def percent(moved: float) -> str:
     if moved == float("inf"):
         return "turning into NaN or Inf"
+    if moved > 100:
+        return "more than a hundred times its norm"
     return f"{moved:.0%} of its norm" if moved >= 0.01 else f"{100 * moved:.1g}% of its norm"
 
 

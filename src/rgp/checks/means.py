@@ -49,6 +49,17 @@ def is_uneven(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any])
     return bool(_unevenness(func, m, given)) and not _is_of_one_or_of_all(given["input"], m)
 
 
+def reason_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What the divisor of an uneven mean depends on; nothing is named that this call does not have."""
+    if func not in _OF_LABELS:
+        return "on how many entries of each example are counted (a mask, an index or a NaN leaves some out)"
+    given = _named(args, kwargs)
+    target, weight = given["target"], given.get("weight")
+    ignored = not target.is_floating_point() and bool((target == given.get("ignore_index", -100)).any())
+    causes = [*(["those that are not ignored"] if ignored else []), *(["class weights"] if weight is not None else [])]
+    return "on all examples' labels" + (f" ({', '.join(causes)})" if causes else "")
+
+
 def unevenness(func: Any, m: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | Tensor:
     """The same, as a tensor where it depends on numbers in the batch, which a graph that is being made does not have."""
     given = _named(args, kwargs)
@@ -132,14 +143,14 @@ def _signed(index: int) -> int:
     return index - 2**64 if index >= 2**63 else index
 
 
-def check_even(loss: Tensor, uneven: Sequence[Node]) -> None:
-    """Raise if the loss is made of a mean that was found to be uneven."""
-    if uneven and _reaches(loss, uneven):
+def check_even(loss: Tensor, uneven: Mapping[Node, str]) -> None:
+    """Raise if the loss is made of a mean that was found to be uneven; uneven: what its divisor depends on."""
+    if uneven and (node := _reached(loss, uneven)) is not None:
         raise UnsupportedError(
-            "the loss is a mean in which examples do not count equally: its divisor depends on all examples' labels (those "
-            "that are not ignored, entries that a mask left, class weights), and so does each example's gradient. Reduce each on "
-            "its own: reduction='none' gives a loss for each label; take their sum or mean within each example, and .mean() over "
-            "the examples. Nothing of this batch was released. See docs/pitfalls.md."
+            "reduce the loss of each example on its own: reduction='none' gives every entry's; take their sum or mean within "
+            "each example, and .mean() over the examples. As it is, the loss is a mean in which examples do not count equally: "
+            f"its divisor depends {uneven[node]}, and so does each example's gradient. "
+            "Nothing of this batch was released. See docs/pitfalls.md."
         )
 
 
@@ -152,18 +163,18 @@ def shape_at(place: GradientEdge) -> tuple[int, ...] | None:
     return tuple(metadata[place.output_nr].shape) if place.output_nr < len(metadata) else None
 
 
-def _reaches(loss: Tensor, nodes: Iterable[Node]) -> bool:
-    """Whether a backward pass reaches one of these nodes."""
+def _reached(loss: Tensor, nodes: Iterable[Node]) -> Node | None:
+    """One of these nodes that a backward pass reaches."""
     wanted, seen, waiting = set(nodes), set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         if node in wanted:
-            return True
+            return node
         seen.add(node)
         waiting += [parent for parent, _ in node.next_functions]
-    return False
+    return None
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:

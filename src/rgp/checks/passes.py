@@ -53,9 +53,9 @@ class OwnPasses:
             )
         if kwargs.get("create_graph", args[4] if len(args) > 4 else False) and any(map(self._is_ours, leaves)):
             raise UnsupportedError(
-                "torch.autograd.grad(create_graph=True) through trained parameters, as in a gradient penalty: second derivatives "
-                "have no per-example rules. Penalise a difference in place of the gradient: (model(x + h * v) - model(x)) / h, "
-                "with a random direction v for each example."
+                "penalise a difference in place of the gradient: (model(x + h * v) - model(x)) / h, with a random direction v "
+                "for each example. torch.autograd.grad(create_graph=True) through trained parameters, as in a gradient "
+                "penalty, needs second derivatives, which have no per-example rules."
             )
         return "inputs"
 

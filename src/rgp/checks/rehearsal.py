@@ -19,6 +19,9 @@ thrown away; and again, with other examples, after one step (weights that were z
                have in common, and what differs from seed to seed, is randomness that examples share. Which of them
                share it depends on who else was drawn, so it must not be
 
+Where rows cannot be assigned to examples (positions come first in an activation, say), the run goes on with one example at a
+time, if a batch has the gradient that its examples add up to, and so does not mix them.
+
 In micro-batches of one, where no example can meet another, the question is whether the loop keeps anything from earlier batches.
 
 Dropout of activations is left out in all of them. All trials see the same random numbers (copies aside), and afterwards
@@ -30,13 +33,25 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from rgp.checks.comparing import COARSE, ROUGH, advice_on, check_shared, moved, percent, rows_of, same_weights, stage_of
+from rgp.checks.comparing import (
+    COARSE,
+    ROUGH,
+    advice_on,
+    check_shared,
+    moved,
+    percent,
+    rows_of,
+    same_weights,
+    stage_of,
+    sums_differ,
+)
 from rgp.checks.items import (
     are_equal,
     came_out_otherwise,
@@ -48,7 +63,7 @@ from rgp.checks.items import (
     shapes_of,
 )
 from rgp.checks.trial import Trial, generators, same_generators, seeded
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError, UnsupportedError
 from rgp.loading import Loading
 
 EXAMPLES = 8  # of a trial
@@ -90,6 +105,7 @@ class Rehearsal:
         self._next = 0  # how many steps after it the next one comes
         self._step = 0
         self._indices: list[int] = []  # of the examples to rehearse with
+        self._rehearsed: list[Any] = []  # these examples
 
     def is_due(self, step: int) -> bool:
         return self._first is None or step - self._first >= self._next
@@ -98,7 +114,11 @@ class Rehearsal:
         """Each trial is yielded for the loop to work on it; it has its sketches when this goes on."""
         self._step = step
         try:
-            yield from self._ask()
+            for trial in self._ask():
+                yield trial
+                if trial.unassigned is not None:
+                    yield from self._go_alone(trial.unassigned)
+                    break
         except CannotTellError as error:
             warnings.warn(
                 f"{error}, so it was not checked that the model, the loss and the batches keep examples apart, which epsilon "
@@ -108,6 +128,11 @@ class Rehearsal:
         self._next = 1
         while self._next <= step - self._first:
             self._next *= AGAIN
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """1 if rows could not be assigned to examples, so that each has to go through the model alone."""
+        return self._loading.microbatch_size
 
     @property
     def _released(self) -> str:
@@ -128,6 +153,7 @@ class Rehearsal:
             if problem is not None:
                 raise problem
             return
+        self._rehearsed = items
         m = min(EXAMPLES, len(items), self._loading.microbatch_size or EXAMPLES)
         chosen, spare = list(range(m)), [*range(m, len(items)), *range(m)]
         if self._compiled and self._first is None:
@@ -189,6 +215,31 @@ class Rehearsal:
                 yield copies
                 passes.append(rows_of(copies.sketches))
             check_shared(torch.stack(passes), self._tolerance, self._released)
+
+    def _go_alone(self, error: LayoutError) -> Iterator[Trial]:
+        """From now on one example at a time. Refuse where a batch has another gradient than its examples have alone."""
+        items = self._rehearsed
+        chosen = list(range(min(EXAMPLES, len(items))))
+        warnings.warn(
+            "from now on each example goes through the model alone, which is exact and slow; fallback='error' in the method "
+            f"refuses instead. The reason: {error.reason}"
+        )
+        whole = self._trial(items, chosen)
+        whole.plain = True
+        yield whole
+        alone = [self._trial(items, [i]) for i in chosen]
+        yield from alone
+        change, name = sums_differ(whole, alone)
+        tolerance = self._tolerance_of(whole) * _of_other_shapes()
+        if change > tolerance and not (whole.drew or any(trial.drew for trial in alone)):
+            raise UnsupportedError(
+                f"the model, the loss or the batches mix examples: the gradient of {len(chosen)} examples together differs, by "
+                f"{percent(change)} and most at parameter {name!r}, from the sum of what each gives alone. To train on one "
+                f"example at a time, as if there were no batches, pass microbatch_size=1. {self._released} See docs/pitfalls.md. "
+                f"(Why each was tried alone: {error.reason})"
+            )
+        self._loading = replace(self._loading, microbatch_size=1)
+        yield from self._ask()
 
     # ------------------------------------------------------------------ the examples
 
@@ -294,10 +345,11 @@ class Rehearsal:
         if apart:
             return
         raise UnsupportedError(
+            f"{advice_on(one, two, stayed, same_shapes, tolerance)} As it is, "
             f"{stage_of(one, two, stayed, same_shapes, tolerance)}: the gradient of an example changed, by {percent(change)} "
             f"and most at parameter {name!r}, when only other examples of the batch were "
             f"{'replaced' if one.examples == two.examples else 'left out'}. Then no clipping bounds one example's influence. "
-            f"{advice_on(one, two, stayed, same_shapes, tolerance)} {self._released} See docs/pitfalls.md."
+            f"{self._released} See docs/pitfalls.md."
         )
 
     def _ask_again(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rgp.checks.sketches import sketch
+from rgp.errors import LayoutError
 from rgp.torchstate import HALF, as_tree, forked_rng, has_rows, kept_rng, seed_others
 
 Sketches = Mapping[str, Tensor]  # parameter -> (m, 3): norm and two projections of each example's gradient, float64
@@ -30,6 +31,8 @@ class Trial:
     precise: bool = True  # whether autocast is left out
     autocast: bool = False  # whether there was any to leave out
     compiled: bool = False  # whether compiled modules run compiled, without hooks
+    plain: bool = False  # whether the gradients are those of plain training, summed over the examples
+    unassigned: LayoutError | None = None  # why nothing came of it: rows could not be assigned to examples
     weights: Tensor | None = None  # shows whether another trial had the same
     sketches: Sketches = field(default_factory=dict)
     inputs: list[Tensor] = field(default_factory=list)  # the model's outputs: (m, 2), norm and a projection of each row

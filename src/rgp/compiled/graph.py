@@ -158,7 +158,8 @@ class Graph:
                 "with rows of its own for each example. Its rules were compiled for neither: leave the module uncompiled."
             )
         if uneven:
-            capture.uneven += [edge.node for edge, _ in outputs_of(results)]
+            reason = "on all examples' labels or masks"
+            capture.uneven.update((edge.node, reason) for edge, _ in outputs_of(results))
         return results
 
     def _check(self, args: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError
 from rgp.rules import rule
 from rgp.rules.embedding import embedding
 
@@ -40,7 +40,7 @@ def embedding_bag(capture, func, args, kwargs):
             if per_sample_weights is not None:
                 per_sample_weights = _padded(per_sample_weights, starts, ends)
         if len(ids) != capture.examples:
-            raise UnsupportedError(
+            raise LayoutError(
                 f"embedding {capture.slot(weight).entry.name!r} was looked up with {len(ids)} bags for "
                 f"{capture.examples} examples; give each example one bag, or freeze it"
             )

@@ -1,7 +1,7 @@
 """Convolutions in one, two and three dimensions, with any stride, padding, dilation and groups.
 
 Shapes: x (m, c, *in), y (m, p, *out), kernel (p, c/groups, *k). As a matrix the kernel is W.flatten(1), d = c/groups * prod(k);
-G_i = sum_t g_t patch_t^T over the output positions t.
+G_i = sum_t g_t patch_t^T over the output positions t. If an example has several rows, frames of a film, x is (m k, c, *in).
 
 R x is a convolution with r outputs. For dR_i the thin side is unfolded: u = L^T g has r channels where x has c, and
 sum_t u_t patch_t^T is a correlation, which may be read from x's side: spread u by the stride, pad it, and unfold it.
@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rgp.errors import UnsupportedError
 from rgp.grouping import UnitRows, UnitUse, formed_squared_norms
 from rgp.norms import at_least_float32, outer_squared_norms, size, times, unit_outer_squared_norms, without
 from rgp.rules import conv_native, rule
+from rgp.rules.examples import by_example
 from rgp.rules.norm import add_channels
 from rgp.slots import DeferredSlot
 
@@ -159,8 +159,8 @@ class ConvUse:
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, kernel, bias, slot, bias_slot, geometry):
-        ctx.slot, ctx.bias_slot, ctx.geometry = slot, bias_slot, geometry
+    def forward(ctx, x, kernel, bias, slot, bias_slot, geometry, m):
+        ctx.slot, ctx.bias_slot, ctx.geometry, ctx.m = slot, bias_slot, geometry, m
         y = geometry.forward(x, kernel, bias)
         # R x is computed in the backward pass: x is nearly always alive anyway (a ReLU keeps its result), R x would not be
         ctx.save_for_backward(x, kernel)
@@ -174,21 +174,29 @@ class _Conv(torch.autograd.Function):
         slot, geometry = ctx.slot, ctx.geometry
         x = x.to(g.dtype)
         dx = geometry.input_gradient(g, x, kernel.to(g.dtype)) if ctx.needs_x else None
-        fill(slot, geometry, x, g)
+        fill(slot, geometry, x, g, ctx.m)
         if ctx.bias_slot is not None:
-            ctx.bias_slot.add_dense(g.flatten(2).sum(2, dtype=torch.promote_types(g.dtype, torch.float32)))
-        return dx, None, None, None, None, None
+            fill_bias(ctx.bias_slot, g, ctx.m)
+        return dx, None, None, None, None, None, None
 
 
-def fill(slot, geometry, x, g) -> None:
+def fill(slot, geometry, x, g, m: int) -> None:
     """Give the slot of a kernel what a convolution of x, whose result has the gradient g, means for it."""
     if slot.carried:
-        _carried(slot, geometry, x, g)
+        _carried(slot, geometry, x, g, m)
+    elif x.shape[0] != m:
+        pairs = zip(by_example(g, m, g.dim() - 1, slot), by_example(x, m, x.dim() - 1, slot), strict=True)
+        slot.add_dense(torch.stack([geometry.kernel_gradient(gs, xs, slot.entry.shape) for gs, xs in pairs]))
     elif isinstance(slot, DeferredSlot):
         slot.add_use(ConvUse(x, g, geometry, slot.entry.shape))
     else:
         grouped = _grouped(geometry.patches(x), geometry.groups)
         slot.add_dense(torch.matmul(_grouped(g, geometry.groups), grouped.transpose(-1, -2)))
+
+
+def fill_bias(slot, g, m: int) -> None:
+    sums = g.flatten(2).sum(2, dtype=torch.promote_types(g.dtype, torch.float32))
+    slot.add_dense(by_example(sums, m, 1, slot).sum(1))
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -197,10 +205,10 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.view(x.shape[0], groups, -1, x.shape[2])
 
 
-def _carried(slot, geometry, x, g) -> None:
+def _carried(slot, geometry, x, g, examples: int) -> None:
     """dL_i transposed (m, r, p) and dR_i (m, r, d). Groups stand side by side in dL_i and add up in dR_i."""
     m, r, groups = g.shape[0], slot.entry.rank, geometry.groups
-    if conv_native.takes(slot, geometry, x, g):
+    if m == examples and conv_native.takes(slot, geometry, x, g):
         conv_native.fill(slot, geometry, x, g)
         return
     split = _grouped(g, groups)
@@ -216,6 +224,8 @@ def _carried(slot, geometry, x, g) -> None:
         xs = x.reshape(m * groups, x.shape[1] // groups, *x.shape[2:])
         dR, taps_first = geometry.correlate(u, xs)
         dR = dR if groups == 1 else dR.view(m, groups, r, -1).sum(1)
+    if m != examples:
+        dLt, dR = (None if t is None else by_example(t, examples, 2, slot).sum(1) for t in (dLt, dR))
     slot.add_thin(dLt, dR, taps_first=taps_first)
 
 
@@ -225,19 +235,15 @@ def _convolution(capture, n: int, input, weight, bias=None, stride=1, padding=0,
     if isinstance(padding, str):
         x, padding = _resolve(x, padding, weight.shape[2:], each(dilation, n))
     slot, bias_slot = capture.slot(weight), capture.slot(bias)
-    if x.shape[0] != capture.examples:
-        name = (slot or bias_slot).entry.name
-        raise UnsupportedError(
-            f"parameter {name!r} met an input of shape {tuple(input.shape)}; its first dimension must be the "
-            f"{capture.examples} examples of the micro-batch"
-        )
+    by_example(x, capture.examples, n + 1, slot or bias_slot)  # an error if its rows cannot be assigned to examples
     geometry = Geometry(tuple(weight.shape), stride, padding, dilation, groups)
     if slot is None:
         y = geometry.forward(x, weight, None)
         y = add_channels(capture, y, bias)
     else:
         computed = bias is not None and bias_slot is None and bias.requires_grad  # it needs its own gradient
-        y = _Conv.apply(x, weight, None if bias is None or computed else bias.detach(), slot, bias_slot, geometry)
+        plain = None if bias is None or computed else bias.detach()
+        y = _Conv.apply(x, weight, plain, slot, bias_slot, geometry, capture.examples)
         y = y + bias.view(-1, *[1] * n) if computed else y
     return y.squeeze(0) if unbatched else y
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from rgp.errors import UnsupportedError
 from rgp.rules import rule
-from rgp.rules.conv import Geometry, each, fill
+from rgp.rules.conv import Geometry, each, fill, fill_bias
+from rgp.rules.examples import by_example
 from rgp.rules.norm import add_channels
 
 _FORWARD = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -20,8 +20,8 @@ _FORWARD = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 class _ConvTranspose(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, kernel, bias, slot, bias_slot, geometry, output_padding):
-        ctx.slot, ctx.bias_slot, ctx.geometry = slot, bias_slot, geometry
+    def forward(ctx, x, kernel, bias, slot, bias_slot, geometry, output_padding, m):
+        ctx.slot, ctx.bias_slot, ctx.geometry, ctx.m = slot, bias_slot, geometry, m
         ctx.save_for_backward(x, kernel)
         ctx.needs_x = x.requires_grad
         g = geometry
@@ -32,21 +32,17 @@ class _ConvTranspose(torch.autograd.Function):
     def backward(ctx, g):
         x, kernel = ctx.saved_tensors
         dx = ctx.geometry.forward(g, kernel.to(g.dtype), None) if ctx.needs_x else None
-        fill(ctx.slot, ctx.geometry, g, x.to(g.dtype))
+        fill(ctx.slot, ctx.geometry, g, x.to(g.dtype), ctx.m)
         if ctx.bias_slot is not None:
-            ctx.bias_slot.add_dense(g.flatten(2).sum(2, dtype=torch.promote_types(g.dtype, torch.float32)))
-        return dx, None, None, None, None, None, None
+            fill_bias(ctx.bias_slot, g, ctx.m)
+        return dx, None, None, None, None, None, None, None
 
 
 def _transposed(capture, n, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1):
     unbatched = input.dim() == n + 1
     x = input.unsqueeze(0) if unbatched else input
     slot, bias_slot = capture.slot(weight), capture.slot(bias)
-    if x.shape[0] != capture.examples:
-        raise UnsupportedError(
-            f"parameter {(slot or bias_slot).entry.name!r} met an input of shape {tuple(input.shape)}; its first dimension must "
-            f"be the {capture.examples} examples of the micro-batch"
-        )
+    by_example(x, capture.examples, n + 1, slot or bias_slot)  # an error if its rows cannot be assigned to examples
     geometry = Geometry(tuple(weight.shape), stride, padding, dilation, groups)
     output_padding = each(output_padding, n)
     if slot is None:
@@ -55,7 +51,7 @@ def _transposed(capture, n, input, weight, bias=None, stride=1, padding=0, outpu
     else:
         computed = bias is not None and bias_slot is None and bias.requires_grad
         plain = None if bias is None or computed else bias.detach()
-        y = _ConvTranspose.apply(x, weight, plain, slot, bias_slot, geometry, output_padding)
+        y = _ConvTranspose.apply(x, weight, plain, slot, bias_slot, geometry, output_padding, capture.examples)
         y = y + bias.view(-1, *[1] * n) if computed else y
     return y.squeeze(0) if unbatched else y
 

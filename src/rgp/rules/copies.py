@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError, UnsupportedError
 from rgp.rules import ANYTIME, rule
 from rgp.rules.forms import FormSlot, TurnedSlot, on_diagonal
 from rgp.rules.owners import Owned
@@ -50,7 +50,7 @@ def copies(capture: Any, value: Tensor, shape: tuple[int, ...], rows: int | Owne
     check_lead(tuple(shape), m, value.dim(), slot)
     with_rows = m > 1 and value.dim() == len(shape) and value.shape[0] != 1
     if with_rows and not (isinstance(slot, FormSlot) and slot.has_rows_for(m)):
-        raise UnsupportedError(
+        raise LayoutError(
             f"parameter {slot.entry.name!r} has a row for each row of an activation of shape {tuple(shape)}: then these are not "
             f"the {m} examples of the micro-batch (experts, say, to which tokens were sent). Freeze the parameter."
         )
@@ -69,7 +69,7 @@ def check_lead(shape: tuple[int, ...], m: int, features: int, slot: Slot) -> Non
             "micro-batch first, or freeze the parameter.)"
         )
     if shape[0] % m or not shape[0] or m in between:
-        raise UnsupportedError(
+        raise LayoutError(
             f"parameter {slot.entry.name!r} met something of shape {tuple(shape)}, whose first dimension is not the {m} "
             "examples of the micro-batch. Put the examples first, or freeze the parameter."
         )

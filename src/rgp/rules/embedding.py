@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError, UnsupportedError
 from rgp.rules import rule
 from rgp.rules.forms import look_up
 
@@ -50,7 +50,7 @@ def embedding(capture, func, args, kwargs):
         if m > 1 and ids.shape[:1] == (1,):  # position ids, shared by all examples: give each example its own
             ids = ids.expand(m, *ids.shape[1:])
         if m > 1 and (ids.dim() == 0 or ids.shape[0] % m):
-            raise UnsupportedError(
+            raise LayoutError(
                 f"embedding {name!r} was looked up with ids of shape {tuple(input.shape)}, which belong to no example of the "
                 f"micro-batch of {m} (a relative position bias, for example). Freeze it: overrides={{{name!r}: 'frozen'}}."
             )

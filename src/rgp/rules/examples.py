@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError
 from rgp.rules.owners import Owned
 from rgp.slots import Slot
 
@@ -26,16 +26,17 @@ def by_example(x: Tensor, m: int | Owned, features: int, slot: Slot) -> Tensor:
     if lead and lead[0] == m:
         return x.reshape(m, -1, *tail)
     if len(lead) >= 2 and m in lead[1:]:
-        raise UnsupportedError(
+        raise LayoutError(
             f"parameter {slot.entry.name!r} met an input of shape {tuple(x.shape)}, but the micro-batch has {m} examples "
             "and they are not the first dimension. Put the examples first (batch_first=True in nn.Transformer, "
             "nn.MultiheadAttention, nn.LSTM), or freeze the parameter."
         )
     if lead and lead[0] % m == 0 and lead[0] > 0:
         return x.reshape(m, -1, *tail)
-    raise UnsupportedError(
+    raise LayoutError(
         f"parameter {slot.entry.name!r} met an input of shape {tuple(x.shape)}, whose rows cannot be assigned to the "
-        f"{m} examples of the micro-batch. Put the examples first, or freeze the parameter."
+        f"{m} examples of the micro-batch. Put the examples first, or freeze the parameter; and let rows that are not the "
+        "batch's, such as a generator's, through the model after run.step(loss)."
     )
 
 
@@ -43,7 +44,7 @@ def per_example_sum(products: Tensor, m: int, shape: tuple[int, ...], slot: Slot
     """Sum (m, ...) down to (m, *shape), reversing the broadcast of a parameter of `shape`."""
     dims = products.dim() - len(shape)
     if products.shape[0] != m or dims < 1:
-        raise UnsupportedError(
+        raise LayoutError(
             f"parameter {slot.entry.name!r} of shape {tuple(shape)} met an activation of shape {tuple(products.shape)}, "
             f"whose first dimension is not the {m} examples of the micro-batch. Freeze it, or put the examples first."
         )

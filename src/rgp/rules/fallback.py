@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError, UnsupportedError
 from rgp.rules.copies import copies
 from rgp.rules.forms import FormSlot, is_in_place
 from rgp.rules.generic import watched
@@ -90,10 +90,12 @@ def loop(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         raise _refusal(func, names, "gives more than one tensor")
     lead = whole.shape[0] if whole.dim() else 0
     if not lead or lead % m:
-        raise _refusal(func, names, f"gives a result of shape {tuple(whole.shape)}, which has no rows for {m} examples")
+        why = f"gives a result of shape {tuple(whole.shape)}, which has no rows for {m} examples"
+        raise _refusal(func, names, why, LayoutError)
 
     if lead != m and m in whole.shape[1:-1] and m > 1:
-        raise _refusal(func, names, f"gives a result of shape {tuple(whole.shape)}, whose {m} examples are not first")
+        why = f"gives a result of shape {tuple(whole.shape)}, whose {m} examples are not first"
+        raise _refusal(func, names, why, LayoutError)
     k = lead // m
 
     def inputs_of(i: int, sliced: set[int]) -> list[Tensor]:
@@ -122,7 +124,7 @@ def loop(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     of_batch = {j for j in with_rows if leaves[j] not in capture.constants}
     sliced = next((choice for choice in (of_batch, with_rows) if is_right(choice)), None)
     if sliced is None:
-        raise _refusal(func, names, "does not make each example's rows of that example's rows alone")
+        raise _refusal(func, names, "does not make each example's rows of that example's rows alone", LayoutError)
     _warn_once(capture, func, names)
 
     def tell(grad: Tensor) -> None:
@@ -156,8 +158,10 @@ def _warn_once(capture: Any, func: Any, names: list[str]) -> None:
         )
 
 
-def _refusal(func: Any, names: list[str], why: str) -> UnsupportedError:
-    return UnsupportedError(
+def _refusal(
+    func: Any, names: list[str], why: str, kind: type[UnsupportedError] = UnsupportedError
+) -> UnsupportedError:
+    return kind(
         f"parameter {names[0]!r} is trained but was used in {name_of(func)}, which has no rule for per-example gradients and "
         f"{why}. Freeze it (overrides={{{names[0]!r}: 'frozen'}} in the method), put the examples first, or register a "
         "rule: see docs/rules.md"

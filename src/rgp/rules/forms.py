@@ -33,6 +33,8 @@ _EXPANSIONS = (torch.Tensor.expand, torch.Tensor.expand_as, torch.broadcast_to, 
 class FormSlot(Slot):
     """The slot of a form: carries what it is given back to the slots of what the form was computed from."""
 
+    was_written = False  # whether the form is a tensor of the model's into which others were written
+
     def __init__(
         self,
         graph: Tensor,
@@ -185,6 +187,8 @@ def is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """func(*args, **kwargs), all of whose tensors are trained parameters, forms and constants."""
+    if func is torch.Tensor.__setitem__ and not capture.tracing and _can_be_written(capture, args[0]):
+        return _write(capture, *args)
     # a form that is changed in place: the model continues with the result, as after nn.ReLU(inplace=True), not with the form
     follows = getattr(func, "__name__", "") != "__setitem__"  # which has no result for the model to continue with
     changed = (
@@ -226,6 +230,36 @@ def make_form(capture: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return capture.hand_on(leaf, FormSlot(leaf, list(parents.values()), (func, args, kwargs), assume), False)
 
     return tree_map(hand_on, result)
+
+
+def _can_be_written(capture: Any, target: Tensor) -> bool:
+    """Whether it is a constant, or one into which forms were written before; not a form that the model computed."""
+    slot = capture.slot(target)
+    return not target.requires_grad if slot is None else isinstance(slot, FormSlot) and slot.was_written
+
+
+def _write(capture: Any, target: Tensor, index: Any, value: Tensor) -> None:
+    """target[index] = value: from now on the target is a form, of what it was and of the value."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        before = target.detach().clone()
+    if (slot := capture.slot(target)) is not None:
+        before.requires_grad_()
+        capture.remember(before, slot, False)
+    form = make_form(capture, _written, (before, index, value), {})
+    slot = capture.slot(form)
+    slot.was_written = True
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        target.copy_(form)
+        if not target.requires_grad:
+            target.requires_grad_()
+            capture.guard(target, slot)
+    capture.remember(target, slot, False)
+
+
+def _written(before: Tensor, index: Any, value: Tensor) -> Tensor:
+    after = before.clone()
+    after[index] = value
+    return after
 
 
 class TurnedSlot(Slot):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError
 from rgp.rules.constants import tensors_in
 
 _T = torch.Tensor
@@ -79,7 +79,7 @@ class Owners:
             return None
         owned = self._known[id(tensor)][1]
         if owned is None or len(tensor) != len(owned.example):
-            raise UnsupportedError(
+            raise LayoutError(
                 f"an activation of shape {tuple(tensor.shape)} was made of rows that an index had picked out of the batch, by an "
                 "operation after which it is not known which example they belong to. Freeze what is trained on it (experts, "
                 "say), or write it so that every example keeps its own rows."

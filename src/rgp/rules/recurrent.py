@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rgp.errors import UnsupportedError
+from rgp.errors import LayoutError, UnsupportedError
 from rgp.rules import rule
 from rgp.rules.examples import by_example
 from rgp.rules.generic import watched_inside
@@ -53,7 +53,9 @@ def recurrent(capture, func, args, kwargs):
         return NotImplemented
     if isinstance(args[1], Tensor) and not args[1].is_floating_point():
         name = next(slot.entry.name for weight in args[3] if (slot := capture.slot(weight)) is not None)
-        raise UnsupportedError(
+        if capture.examples == 1:  # all rows are its own
+            return _packed(capture, func, *args)
+        raise LayoutError(
             f"parameter {name!r} met a PackedSequence, whose rows are sorted by length: which example they belong to cannot be "
             "told. Give the layer the padded tensor, and take the outputs at each example's own last step (or mask the rest)."
         )
@@ -75,6 +77,16 @@ def recurrent(capture, func, args, kwargs):
         if dropout and train and layer + 1 < layers:
             x = capture.run(F.dropout, x, dropout, True)
     return (x if batch_first else x.transpose(0, 1), *(torch.stack(kind) for kind in zip(*finals, strict=True)))
+
+
+def _packed(capture, func, data: Tensor, sizes: Tensor, hx, weights, *options):
+    """A PackedSequence of one example: its rows are its steps."""
+    if len(sizes) != len(data):
+        raise UnsupportedError(
+            "a PackedSequence of one example has several sequences; give the layer the padded tensor"
+        )
+    y, *states = recurrent(capture, func, (data.unsqueeze(0), hx, weights, *options, True), {})
+    return (y.squeeze(0), *states)
 
 
 def _named(weights: list[Tensor], has_biases: bool) -> dict[str, Tensor | None]:
