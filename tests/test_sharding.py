@@ -13,6 +13,7 @@ from torch import nn
 import rgp
 from ranks import (
     OPTIONS,
+    SIZE,
     Data,
     close,
     equal,
@@ -92,6 +93,9 @@ def tower_run(sharded: bool, kind: str, options: dict[str, Any]) -> dict[str, An
 SHARDED = {"overrides": {"wide*": "exact"}, "rank": 2}
 
 
+PERSONS = [f"person {i // 3}" for i in range(SIZE)]  # three rows each
+
+
 @pytest.mark.parametrize(
     ("size", "kind", "options"),
     [
@@ -100,8 +104,9 @@ SHARDED = {"overrides": {"wide*": "exact"}, "rank": 2}
         (2, "sgd", {"method": rgp.DPSGD(), "clip": 0.2}),
         (2, "sgd", {"method": rgp.RGP(**SHARDED, keep=2), "noise_multiplier": 0.5, "bands": 3}),
         (2, "adam", {"method": rgp.RGP(**SHARDED, state="thin", keep=2), "noise_multiplier": 0.5}),
+        (2, "sgd", {"method": rgp.RGP(**SHARDED), "units": PERSONS, "rows_per_unit": 2, "batch_size": 4}),
     ],
-    ids=["rgp", "noise-and-fillers", "dpsgd", "correlated", "thin"],
+    ids=["rgp", "noise-and-fillers", "dpsgd", "correlated", "thin", "persons"],
 )
 def test_sharded_weights_train_as_whole_ones_do(size, kind, options):
     """fully_shard on 2 and 3 ranks against one process with the whole model, of which exactness is tested elsewhere."""
