@@ -192,6 +192,9 @@ def noisy(rows: Rows) -> str:
         lines.append((label, *map(cell, names)))
         run = [name for name in names if name in measured[0]]
         best[method] = max(run, key=lambda name: measured[0][name][0]) if run else None
+    for method, label in (("dp-lora", FINAL["dp-lora-ema"]), ("linear", FINAL["linear-ema"])):
+        if f"{method}-x1" in measured[0]:
+            lines.append((label, "", cell(f"{method}-x1"), "", ""))
     a, b = best["rgp"], best["dpsgd"]
     if a and b:
         gained = " / ".join(difference(*verdict(found[a], found[b])) for found in measured)
