@@ -96,13 +96,13 @@ def library() -> ctypes.CDLL | None:
     if not wanted or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
     digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(COMPILE).encode()).hexdigest()[:16]
-    path = cache_folder() / f"conv_native-{digest}.so"
     try:
+        path = cache_folder() / f"conv_native-{digest}.so"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, _build, shared=True)
         native = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: nobody's home
         return None
     if not is_right(native):
         warnings.warn(f"{path} gives wrong gradients of convolutions and is not used. Which compiler built it?")
