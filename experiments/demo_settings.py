@@ -14,6 +14,7 @@ import driver
 
 LIST = driver.HERE / "demo_settings.yaml"
 RESULTS = driver.HERE / "results" / "demo.jsonl"
+RUNS = driver.HERE / "results" / "demo-runs.jsonl"  # what `rgp demo --json` said, a line per run
 STAGES = ("trials",)
 SPLIT = 1  # data.seed: which rows are held out; the demo's is 0
 

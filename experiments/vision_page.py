@@ -5,11 +5,12 @@ python experiments/vision_page.py
 
 from __future__ import annotations
 
+import demo_settings
 import vision
 from driver import HERE, by_setting, verdict
 from pages import Rows, Tables, difference, fill, table, words
 
-RESULTS = (vision.RESULTS,)
+RESULTS = (vision.RESULTS, demo_settings.RESULTS, demo_settings.RUNS)
 PAGES = (HERE.parent / "docs" / "results-vision.md",)
 METHODS = {
     "dpsgd": "DP-SGD",
@@ -97,7 +98,58 @@ def tuning(rows: Rows) -> str:
     return table(("run (name in vision.yaml)", "accuracy", "CPU s"), lines)
 
 
-TABLES: Tables = {"accuracy": accuracy, "differences": differences, "wrn": wrn, "tuning": tuning}
+DEMO = {
+    ("", ""): "the presets: rate 0.5, no EMA",
+    ("-ema", "-ema"): "EMA",
+    ("-ema-lr1", "-ema-lr1"): "EMA, rate 1",
+    ("-ema-lr0.25", "-ema-lr0.25"): "**EMA, rate 0.25**",
+    ("-ema-lr0.125", "-ema-lr0.125"): "EMA, rate 0.125",
+    ("-ema0.97-lr0.25", "-ema0.97-lr0.25"): "longer EMA (0.97), rate 0.25",
+    ("-ema0.97-lr0.25-epochs40", "-ema0.97-lr0.25-epochs40"): "the same, twice the steps",
+    ("-ema-width64", "-ema-width64"): "EMA, twice the width",
+    ("-bands", "-bands"): "EMA, correlated noise",
+    ("-bands", "-noise-bands"): "EMA, correlated noise, RGP with carriers from noise",
+    ("-ema-lr0.25", "-ema-lr0.25-rank16"): "EMA, rate 0.25, RGP with rank 16",
+}
+
+
+def demo(rows: Rows) -> str:
+    """How the demo's settings were chosen: five seeds, other rows held out."""
+    found = by_setting(rows, "trials")
+
+    def line(label: str, dpsgd: str, rgp: str) -> tuple[str, ...]:
+        a, b = found[f"rgp{rgp}"], found[f"dpsgd{dpsgd}"]
+        return label, words(list(b.values())), words(list(a.values())), difference(*verdict(a, b))
+
+    lines = [line(label, *names) for names, label in DEMO.items()]
+    return table(("digits, epsilon 8", "DP-SGD", "RGP", "RGP - DP-SGD"), lines)
+
+
+def demo_runs(rows: Rows) -> str:
+    """What `rgp demo` itself showed, run after run."""
+    lines = []
+    for row in rows:
+        if row["name"].startswith("runs/"):
+            accuracies = [f"{100 * run['accuracy']:.1f}" for run in row["runs"]]
+            cost = {one["name"]: one for one in row["cost"]["rows"]}
+            ratios = [
+                f"{cost[name][key]:.2f}"
+                for key in ("ratio_to_plain", "memory_ratio_to_plain")
+                for name in ("dpsgd", "rgp")
+            ]
+            lines.append((row["name"].split("/")[2], *accuracies, " / ".join(ratios[:2]), " / ".join(ratios[2:])))
+    head = ("run", "no privacy", "DP-SGD", "RGP", "time, DP-SGD / RGP", "memory, DP-SGD / RGP")
+    return table(head, lines)
+
+
+TABLES: Tables = {
+    "demo": demo,
+    "demo_runs": demo_runs,
+    "accuracy": accuracy,
+    "differences": differences,
+    "wrn": wrn,
+    "tuning": tuning,
+}
 
 if __name__ == "__main__":
     fill(PAGES, RESULTS, TABLES)
