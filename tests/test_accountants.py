@@ -75,7 +75,7 @@ assert "twice: for a test" in CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, 
 """
 
 
-@pytest.mark.parametrize("name", ["twice", "bare"])
+@pytest.mark.parametrize("name", ["twice", pytest.param("bare", marks=pytest.mark.slow)])
 def test_a_third_accountant_is_one_entry(name):
     """In a process of its own, because configs and help read the table when they are imported."""
     found = subprocess.run(

@@ -120,6 +120,7 @@ def test_no_more_bands_than_steps_for_which_carriers_stay():
     assert 1 < found.factor_mean < 0.97 * free.factor_mean, "each turn loses something"
 
 
+@pytest.mark.slow
 def test_what_earlier_runs_spent_is_taken_off_first():
     plan = {"size": 2000, "method": "x", "batch_size": 20, "steps": 12, "bands": "auto"}
     spent = [accounting.Event(0.01, 0.6, 12)]
